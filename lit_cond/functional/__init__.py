@@ -1,0 +1,40 @@
+"""Pure functions, tensors to tensors: corrections, condition numbers, schedules. Needs torch alone."""
+
+from lit_cond.functional.attention import predicted_attention_entropy
+from lit_cond.functional.condition_number import condition_number, singular_values
+from lit_cond.functional.corrections import identity_correction, spectral_correction
+from lit_cond.functional.polar import PolarBackend, largest_singular_value, polar_factor
+from lit_cond.functional.schedules import (
+    ScheduleName,
+    constant_schedule,
+    cosine_schedule,
+    linear_schedule,
+    measured_strength,
+    scheduled_strength,
+    step_schedule,
+    warmup_hold_schedule,
+)
+from lit_cond.functional.tokens import TokenBackend, TokenCorrection, is_prefix_safe, token_correction
+
+__all__ = [
+    "PolarBackend",
+    "ScheduleName",
+    "TokenBackend",
+    "TokenCorrection",
+    "condition_number",
+    "constant_schedule",
+    "cosine_schedule",
+    "identity_correction",
+    "is_prefix_safe",
+    "largest_singular_value",
+    "linear_schedule",
+    "measured_strength",
+    "polar_factor",
+    "predicted_attention_entropy",
+    "scheduled_strength",
+    "singular_values",
+    "spectral_correction",
+    "step_schedule",
+    "token_correction",
+    "warmup_hold_schedule",
+]
