@@ -1,7 +1,7 @@
 """Pure functions, tensors to tensors: corrections, condition numbers, schedules. Needs torch alone."""
 
 from lit_cond.functional.attention import predicted_attention_entropy
-from lit_cond.functional.condition_number import condition_number, singular_values
+from lit_cond.functional.condition_number import condition_number, condition_of_spectrum, singular_values
 from lit_cond.functional.corrections import identity_correction, spectral_correction
 from lit_cond.functional.polar import PolarBackend, largest_singular_value, polar_factor
 from lit_cond.functional.schedules import (
@@ -22,6 +22,7 @@ __all__ = [
     "TokenBackend",
     "TokenCorrection",
     "condition_number",
+    "condition_of_spectrum",
     "constant_schedule",
     "cosine_schedule",
     "identity_correction",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,16 +11,21 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lit_cond.errors import ConfigurationError
 
-__all__ = ["condition_number", "singular_values"]
+__all__ = ["condition_number", "condition_of_spectrum", "singular_values"]
+
+# Up to this condition number the eigenvalues of the float64 Gram matrix are trusted: squaring costs sigma_min
+# a relative error of about eps * kappa^2, here 2e-7 times a small factor. Measured on two cores in float64,
+# they take 0.4 to 0.5 of the time of `svdvals` for square matrices of 192 to 768 and a tenth for 64 x 768.
+_GRAM_LIMIT = 3e4
 
 
 def singular_values(a: Tensor) -> Tensor:
     """Return all singular values in float64, descending.
 
     Every matrix stands for itself: one with a NaN or an infinity yields NaN and leaves the rest of the batch
-    alone. When LAPACK does not converge on a finite batch, its matrices are retried one by one, and one that
-    still fails takes the route over the Gram matrix (blind below 1e-8 of the largest value). Not
-    differentiable.
+    alone. A matrix of condition number up to 3e4 is measured through its Gram matrix (relative error below
+    1e-6), any other by an SVD; where LAPACK does not converge on finite data, the matrices are retried one by
+    one and by the other route. Not differentiable.
 
     Args:
         a: Matrices of shape (..., m, n) of any real type.
@@ -40,14 +46,13 @@ def singular_values(a: Tensor) -> Tensor:
 def condition_number(a: Tensor, rtol: float | None = None) -> Tensor:
     """Return the largest over the smallest singular value in float64.
 
-    A matrix counts as singular, and gets ``inf``, when ``sigma_min <= rtol * sigma_max`` or ``sigma_max =
-    0``. The default is ``rtol = max(max(m, n) * eps(float64), floor)``. The first term is the rounding of the
-    computation; it lets ``diag(1, 1e-12)`` be 1e12 in float64. The floor is 0 for float64 and
-    ``eps(float32)`` = 1.2e-7 for every other
-    type: a rank-one matrix whose entries were rounded to float32 has ``sigma_2`` up to half of that, so
-        larger
-    condition numbers of a float32 matrix (above 8.4e6) can not be told from infinity. bfloat16 and float16
-    matrices are judged as the exact numbers that they hold, not by their own coarse rounding.
+    A matrix counts as singular, and gets ``inf``, when ``sigma_min <= rtol * sigma_max``, so too when it is
+    zero. The default is ``rtol = max(max(m, n) * eps(float64), floor)``. The first term is the rounding of
+    the computation; it lets ``diag(1, 1e-12)`` be 1e12 in float64. The floor is ``eps(float32)`` = 1.2e-7 for
+    a floating-point type narrower than float64, else 0: a rank-one matrix whose entries were rounded to
+    float32 has ``sigma_2`` up to half of that times ``sigma_1``, so larger condition numbers of a float32
+    matrix (above 8.4e6) can not be told from infinity. bfloat16 and float16 matrices are judged as the exact
+    numbers that they hold, not by their own coarse rounding.
 
     A non-zero 1 x n or n x 1 matrix has condition number 1. Non-finite and empty matrices give NaN. Not
     differentiable.
@@ -62,21 +67,39 @@ def condition_number(a: Tensor, rtol: float | None = None) -> Tensor:
     Raises:
         ConfigurationError: ``a`` has fewer than two dimensions or is complex, or ``rtol`` is not in [0, 1).
     """
+    return condition_of_spectrum(singular_values(a), a.shape, a.dtype, rtol)
+
+
+def condition_of_spectrum(
+    values: Tensor, shape: Sequence[int], dtype: torch.dtype, rtol: float | None = None
+) -> Tensor:
+    """Return the condition numbers of matrices whose singular values are known, by the rule of `condition_number`.
+
+    Args:
+        values: Singular values of shape (..., k), descending.
+        shape: Shape of the matrices, (..., m, n).
+        dtype: Type in which the matrices were given.
+        rtol: As in `condition_number`.
+
+    Returns:
+        Tensor of shape (...).
+
+    Raises:
+        ConfigurationError: ``rtol`` is not in [0, 1).
+    """
     if rtol is not None and not 0 <= rtol < 1:
         raise ConfigurationError(
             f"rtol={rtol} is no ratio of singular values; give a number in [0, 1), such as 1e-12."
         )
-    work, finite = _prepare(a)
-    if work.numel() == 0:
-        return work.new_full(a.shape[:-2], float("nan"))
+    if values.shape[-1] == 0:
+        return values.new_full(values.shape[:-1], float("nan"))
     if rtol is None:
-        floor = 0.0 if a.dtype == torch.float64 else torch.finfo(torch.float32).eps
-        rtol = max(max(a.shape[-2:]) * torch.finfo(torch.float64).eps, floor)
-    values = _svdvals(work)
-    largest, smallest = values[:, 0], values[:, -1]
+        floor = torch.finfo(torch.float32).eps if dtype.is_floating_point and dtype != torch.float64 else 0.0
+        rtol = max(max(shape[-2:]) * torch.finfo(torch.float64).eps, floor)
+    largest, smallest = values[..., 0], values[..., -1]
     singular = smallest <= rtol * largest
     ratio = torch.where(singular, float("inf"), largest / torch.where(singular, 1, smallest))
-    return torch.where(finite, ratio, float("nan")).reshape(a.shape[:-2])
+    return torch.where(largest.isnan(), float("nan"), ratio)
 
 
 def _prepare(a: Tensor) -> tuple[Tensor, Tensor]:
@@ -92,22 +115,34 @@ def _prepare(a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _svdvals(a: Tensor) -> Tensor:
-    """Return the singular values of finite matrices of shape (batch, m, n)."""
+    """Return the singular values of finite matrices of shape (batch, m, n) by the cheapest sound route."""
+    try:
+        values = _by_gram(a)
+    except LinAlgError:
+        return _by_svd(a)
+    doubtful = ~(values[:, -1] * _GRAM_LIMIT > values[:, 0])
+    if doubtful.any():
+        values[doubtful] = _by_svd(a[doubtful])
+    return values
+
+
+def _by_gram(a: Tensor) -> Tensor:
+    scale = a.abs().amax(dim=(-2, -1), keepdim=True)
+    unit = a / torch.where(scale > 0, scale, 1)
+    gram = unit @ unit.mT if a.shape[-2] <= a.shape[-1] else unit.mT @ unit
+    eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
+    return eigenvalues.flip(-1).clamp_min(0).sqrt() * scale[..., 0]
+
+
+def _by_svd(a: Tensor) -> Tensor:
+    """Return the same by the SVD; matrices on which it diverges fall back to the Gram matrix, one by one."""
     try:
         values: Tensor = torch.linalg.svdvals(a)
         return values
     except LinAlgError:
         if a.shape[0] > 1:
-            return torch.cat([_svdvals(matrix.unsqueeze(0)) for matrix in a])
-    return _svdvals_by_gram(a)
-
-
-def _svdvals_by_gram(a: Tensor) -> Tensor:
-    scale = a.abs().amax(dim=(-2, -1), keepdim=True)
-    unit = a / torch.where(scale > 0, scale, 1)
-    gram = unit @ unit.mT if a.shape[-2] <= a.shape[-1] else unit.mT @ unit
+            return torch.cat([_by_svd(matrix.unsqueeze(0)) for matrix in a])
     try:
-        eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
+        return _by_gram(a)
     except LinAlgError:
-        return a.new_full((a.shape[0], gram.shape[-1]), float("nan"))
-    return eigenvalues.flip(-1).clamp_min(0).sqrt() * scale[..., 0]
+        return a.new_full((1, min(a.shape[-2:])), float("nan"))

@@ -1,0 +1,207 @@
+"""How a conditioning callback gets into the life of a LightningModule.
+
+Order of Lightning 2.6: `Callback.setup`, the module's `setup` and `configure_model`, its `on_load_checkpoint`, the load of
+the weights, `configure_optimizers`, `Callback.on_fit_start`, training, `Callback.teardown`. No callback hook lies between
+the building of the model and the load of its weights, and none can change a saved state dict last; so `setup` wraps three
+methods of the module on the instance: `configure_model` (once, to condition what was built), `on_save_checkpoint` and
+`on_load_checkpoint` (to convert between raw and effective weights).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from typing_extensions import override
+
+from lit_cond.errors import ConfigurationError, LostTargetError
+from lit_cond.surgery.apply import bake_, condition_, unbake_
+from lit_cond.surgery.checkpoint import RECORD_KEY, restore_tokens_, to_effective, to_raw_
+from lit_cond.surgery.rules import Rule
+from lit_cond.surgery.tokens import token_forwards
+from lit_cond.surgery.weights import conditioned_weights, is_attached
+
+__all__ = ["ConditioningCallback"]
+
+
+class _Wrapped:
+    """An instance-level stand-in for one method of a LightningModule; travels with deepcopy and pickle."""
+
+    method: str
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] | None = module.__dict__.get(self.method)
+        module.__dict__[self.method] = self
+
+    def call_inner(self, *args: Any) -> None:
+        if self.inner is not None:
+            self.inner(*args)
+        else:
+            getattr(type(self.module), self.method)(self.module, *args)
+
+    def uninstall(self) -> None:
+        if self.module.__dict__.get(self.method) is self:
+            if self.inner is None:
+                del self.module.__dict__[self.method]
+            else:
+                self.module.__dict__[self.method] = self.inner
+
+
+class _ConfigureModel(_Wrapped):
+    """Builds the model as its author wrote it, then conditions it, once."""
+
+    method = "configure_model"
+
+    def __init__(self, module: LightningModule, callback: "ConditioningCallback") -> None:
+        super().__init__(module)
+        self.callback = callback
+
+    def __call__(self) -> None:
+        self.uninstall()
+        self.call_inner()
+        self.callback.condition(self.module)
+
+
+class _SaveCheckpoint(_Wrapped):
+    """Writes effective weights under plain names and the record that undoes them."""
+
+    method = "on_save_checkpoint"
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        self.call_inner(checkpoint)
+        if "state_dict" not in checkpoint:
+            raise ConfigurationError(
+                "the strategy writes the weights on its own, which would store uncorrected weights in silence; use another "
+                "strategy with conditioning callbacks"
+            )
+        checkpoint["state_dict"], record = to_effective(
+            self.module, checkpoint["state_dict"], resumable="optimizer_states" in checkpoint
+        )
+        if record["weights"] or record["tokens"]:
+            checkpoint[RECORD_KEY] = record
+
+
+class _LoadCheckpoint(_Wrapped):
+    """Turns a checkpoint into what the conditioned model loads, before Lightning loads it."""
+
+    method = "on_load_checkpoint"
+
+    def __init__(self, module: LightningModule) -> None:
+        super().__init__(module)
+        self.fitting = False
+        self.loaded = False
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        # An evaluation takes the corrections of tokens from the checkpoint; a fit takes them from its callbacks.
+        restore_tokens_(self.module, checkpoint.get(RECORD_KEY, {}), add=not self.fitting)
+        to_raw_(self.module, checkpoint)
+        self.loaded = True
+        self.call_inner(checkpoint)
+
+
+class ConditioningCallback(Callback):
+    """Base of the callbacks that condition a model at the start of `fit` and leave effective weights at its end.
+
+    Args:
+        rule: What to do to the model.
+    """
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule = rule
+        self._fresh = False
+        self._names: list[str] = []
+
+    @property
+    @override
+    def state_key(self) -> str:
+        return self._generate_state_key(**self.rule.settings())
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Prepare the module's methods; nothing is conditioned before the model is built.
+
+        Raises:
+            ConfigurationError: If another callback of the same class has the same settings, or the strategy can not work.
+        """
+        twins = [c for c in trainer.callbacks if type(c) is type(self) and c.state_key == self.state_key]  # type: ignore[attr-defined]
+        if len(twins) > 1:
+            raise ConfigurationError(
+                f"{type(self).__name__} with the settings {self.rule.settings()} is in the list of callbacks twice; remove one"
+            )
+        if type(trainer.strategy).__name__.startswith("DeepSpeed"):
+            raise ConfigurationError(
+                f"{type(self).__name__} does not work with DeepSpeed, which saves weights on its own; use strategy='ddp' or "
+                f"'fsdp'"
+            )
+        if not isinstance(pl_module.__dict__.get("on_save_checkpoint"), _SaveCheckpoint):
+            _SaveCheckpoint(pl_module)
+        load = pl_module.__dict__.get("on_load_checkpoint")
+        if not isinstance(load, _LoadCheckpoint):
+            load = _LoadCheckpoint(pl_module)
+        load.fitting, load.loaded = stage == "fit", False
+        if stage == "fit":
+            _ConfigureModel(pl_module, self)
+
+    def condition(self, pl_module: LightningModule) -> None:
+        """Condition a model that was just built, or take up where an earlier fit ended.
+
+        Raises:
+            AlreadyConditionedError: If the model carries corrections of other settings.
+        """
+        unbake_(pl_module)
+        present = self.present(pl_module)
+        self._fresh = not present
+        if not present:
+            condition_(pl_module, self.rule)
+            present = self.present(pl_module)
+        self._names = present
+
+    def present(self, pl_module: LightningModule) -> list[str]:
+        """Return the names of what carries this callback's rule."""
+        settings = self.rule.settings()
+        weights = [n for n, w in conditioned_weights(pl_module) if any(t.rule.settings() == settings for t in w.terms)]
+        tokens = [n for n, forward in token_forwards(pl_module) if forward.rule.settings() == settings]
+        return weights + tokens
+
+    def was_loaded(self, pl_module: LightningModule) -> bool:
+        """Say whether this stage has loaded a checkpoint."""
+        load = pl_module.__dict__.get("on_load_checkpoint")
+        return isinstance(load, _LoadCheckpoint) and load.loaded
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check that the corrections are still in place and show what was done.
+
+        Raises:
+            LostTargetError: If a conditioned module was replaced on the way (by a precision plugin, say).
+        """
+        lost = sorted(set(self._names) - set(self.present(pl_module))) or [
+            name for name, weight in conditioned_weights(pl_module) if not is_attached(weight, pl_module)
+        ]
+        if lost or not self._names:
+            raise LostTargetError(
+                f"the correction of '{(lost or ['the model'])[0]}' was lost between setup and fit: the module was replaced by "
+                f"the strategy, the precision plugin or another callback"
+            )
+        rank_zero_info(self.describe(pl_module))
+
+    def describe(self, pl_module: LightningModule) -> str:
+        """Return a table of what this callback has changed and left alone."""
+        raise NotImplementedError
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave effective weights in the parameters when `fit` has ended."""
+        if stage == "fit":
+            bake_(pl_module)
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave effective weights in the parameters when `fit` was interrupted."""
+        configure = pl_module.__dict__.get("configure_model")
+        while isinstance(configure, _ConfigureModel):
+            configure.uninstall()
+            configure = pl_module.__dict__.get("configure_model")
+        bake_(pl_module)
+

@@ -1,0 +1,145 @@
+"""The callback that conditions query, key and value weights."""
+
+import math
+import warnings
+from typing import Any, Literal
+
+from lightning.pytorch import LightningModule, Trainer
+from typing_extensions import override
+
+from lit_cond.callbacks.attach import ConditioningCallback
+from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LitCondWarning
+from lit_cond.functional.attention import predicted_attention_entropy
+from lit_cond.surgery.apply import existing, refresh_, uncondition_
+from lit_cond.surgery.find import find_attention
+from lit_cond.surgery.report import format_table, measure_weights, well_conditioned
+from lit_cond.surgery.rules import WeightRule
+
+__all__ = ["SpectralConditioning"]
+
+# Below this part of the entropy of uniform attention the softmax hardly looks beyond one token.
+_COLLAPSED = 0.25
+_PROBE_TOKENS = 64
+
+
+class SpectralConditioning(ConditioningCallback):
+    """Conditions the query, key and value weights of attention: the forward pass reads `W + strength * C`, W is trained.
+
+    C is computed once, when `fit` starts. Checkpoints, and the model when `fit` has ended, hold the effective weight under
+    its plain name, so a plain model loads them and computes the same; resuming is exact.
+
+    Source: Saratchandran & Lucey, Spectral Conditioning of Attention, NeurIPS 2025.
+
+    Args:
+        correction: "spectral": every singular value of W grows by `scale` (Theorem 3.5: condition number at most 2 with
+            scale "spectral"). "identity": the rectangular identity times `scale`, the paper's practical variant (its scale
+            is 10, at which the softmax is saturated at initialisation; you are warned).
+        scale: Size of C: a number, or "spectral" for the largest singular value of W.
+        strength: Multiplier of C, >= 0, dimensionless; a `StrengthSchedule` moves it.
+        granularity: One C for the whole matrix or one for each head's rows.
+        roles: Which of query, key and value to correct; all when omitted.
+        include: Which attention layers: a regular expression matched in full, or a list of names or dotted endings; all
+            when omitted.
+        exclude: Which attention layers to leave out.
+        refresh_every_n_steps: Compute C anew from the current W every so many optimizer steps; never when omitted.
+        allow_conditioned: Go on although the weights look conditioned already.
+
+    Raises:
+        ConfigurationError: If an argument can not be used.
+
+    Example::
+
+        Trainer(callbacks=[SpectralConditioning()])
+    """
+
+    rule: WeightRule
+
+    def __init__(
+        self,
+        correction: Literal["spectral", "identity"] = "spectral",
+        scale: float | Literal["spectral"] = "spectral",
+        strength: float = 1.0,
+        granularity: Literal["matrix", "head"] = "matrix",
+        roles: list[Literal["query", "key", "value"]] | None = None,
+        include: str | list[str] | None = None,
+        exclude: str | list[str] | None = None,
+        refresh_every_n_steps: int | None = None,
+        allow_conditioned: bool = False,
+    ) -> None:
+        super().__init__(WeightRule(correction, scale, strength, granularity, roles, include, exclude))
+        if refresh_every_n_steps is not None and refresh_every_n_steps < 1:
+            raise ConfigurationError(f"`refresh_every_n_steps` must be >= 1 or omitted, got {refresh_every_n_steps}")
+        self.refresh_every_n_steps = refresh_every_n_steps
+        self.allow_conditioned = allow_conditioned
+        self._refreshed_at = 0
+
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse weights that carry a correction already, warn of a saturated softmax, show what was done.
+
+        Raises:
+            AlreadyConditionedError: If the raw weights are better conditioned than chance allows.
+        """
+        if self._fresh and not self.was_loaded(pl_module):
+            self._refuse_conditioned(pl_module)
+        super().on_fit_start(trainer, pl_module)
+        if self._fresh:
+            self._warn_if_saturated(pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Compute the corrections anew where the interval asks for it."""
+        step, every = trainer.global_step, self.refresh_every_n_steps
+        if every is not None and step > 0 and step % every == 0 and step != self._refreshed_at:
+            refresh_(pl_module, self.rule)
+            self._refreshed_at = step
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        return {"refreshed_at": self._refreshed_at}
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._refreshed_at = state_dict["refreshed_at"]
+
+    @override
+    def describe(self, pl_module: LightningModule) -> str:
+        """Return the table of the query, key and value weights: changed or left alone, condition numbers."""
+        rule = self.rule
+        head = f"SpectralConditioning: correction={rule.correction}, scale={rule.scale}, granularity={rule.granularity}"
+        return f"{head}\n{format_table(measure_weights(pl_module, exclude=rule.exclude))}"
+
+    def _refuse_conditioned(self, pl_module: LightningModule) -> None:
+        rule = self.rule
+        reports = [r for r in measure_weights(pl_module, rule.include, rule.exclude) if r.role in (rule.roles or ())]
+        median = well_conditioned(reports)
+        if median is None or self.allow_conditioned:
+            return
+        uncondition_(pl_module, rule)
+        raise AlreadyConditionedError(
+            f"the weights are well conditioned before any correction (median condition number {median:.3g}): a conditioned "
+            f"checkpoint loaded as a plain one? Resume with fit(ckpt_path=...) or lit_cond.load_checkpoint, or set "
+            f"allow_conditioned=True to correct them all the same"
+        )
+
+    def _warn_if_saturated(self, pl_module: LightningModule) -> None:
+        parts = []
+        for site in find_attention(pl_module, self.rule.include, self.rule.exclude):
+            weights = [existing(site.views[r].module, site.views[r].tensor_name) for r in ("query", "key")]
+            if site.kind != "self" or not site.num_heads or None in weights:
+                continue
+            query, key = (
+                site.views[r].layout.matrix(w.current_effective).float()
+                for r, w in zip(("query", "key"), weights, strict=True)
+                if w is not None
+            )
+            parts.append(
+                predicted_attention_entropy(query, key, site.num_heads, num_tokens=_PROBE_TOKENS) / math.log(_PROBE_TOKENS)
+            )
+        if parts and min(parts) < _COLLAPSED:
+            warnings.warn(
+                f"the softmax will be saturated: predicted attention entropy {min(parts):.2f} of uniform at initialisation "
+                f"(LayerNorm'd Gaussian tokens); lower `scale` or `strength`, or ramp it up with StrengthSchedule",
+                LitCondWarning,
+                stacklevel=2,
+            )

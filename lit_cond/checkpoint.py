@@ -1,0 +1,39 @@
+"""Loading checkpoints of conditioned models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lit_cond.surgery.checkpoint import RECORD_KEY, attach_record_, restore_tokens_
+
+__all__ = ["load_checkpoint"]
+
+M = TypeVar("M", bound=LightningModule)
+
+
+def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
+    """Load a checkpoint with everything it records: effective weights, corrected tokens, and the way back to raw weights.
+
+    The model computes what it computed when it was saved. A `fit` with the callbacks that it was trained with goes on from
+    the exact raw weights.
+
+    Args:
+        cls: The LightningModule class.
+        path: The checkpoint; only tensors and plain values are unpickled.
+        **kwargs: Arguments of `cls.load_from_checkpoint`, such as constructor arguments that were not saved.
+
+    Raises:
+        CheckpointMismatchError: If the checkpoint does not fit the class.
+        RuntimeError: If names or shapes of weights differ.
+    """
+    checkpoint = torch.load(path, map_location=kwargs.get("map_location", "cpu"), weights_only=True)
+    model = cls.load_from_checkpoint(path, **{**kwargs, "strict": False})
+    record = checkpoint.get(RECORD_KEY, {})
+    restore_tokens_(model, record, add=True)
+    model.load_state_dict(checkpoint["state_dict"], strict=kwargs.get("strict", True))
+    attach_record_(model, record)
+    return model

@@ -1,0 +1,252 @@
+"""Converting state dicts between what is trained (raw) and what is computed (effective), exactly in both directions.
+
+A checkpoint holds effective weights under plain names, so that a plain model loads it and computes the same. Beside them
+it holds a record: the settings, the strength, and, where training shall go on, C and the exact raw entries wherever C is
+not zero (elsewhere raw and effective are equal). The record holds tensors and plain values only: `weights_only=True`
+loads it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import astuple, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_cond.errors import CheckpointMismatchError, LitCondWarning
+from lit_cond.surgery.apply import compute_correction, condition_
+from lit_cond.surgery.rules import TokenRule, WeightRule
+from lit_cond.surgery.sites import MatrixLayout, RowSet, clean_name, own_parameter
+from lit_cond.surgery.tokens import STATE_KEY, token_forwards
+from lit_cond.surgery.weights import ConditionedWeight, Term, conditioned_weight, conditioned_weights
+
+__all__ = ["RECORD_KEY", "attach_record_", "restore_tokens_", "to_effective", "to_raw_"]
+
+RECORD_KEY = "lit_cond"
+_VERSION = 1
+
+
+def _pack(values: Tensor, where: Tensor) -> dict[str, Tensor]:
+    """Store a tensor at the places where a mask is True; dense when that is smaller."""
+    if 2 * int(where.sum()) >= where.numel():
+        return {"dense": values.detach().clone()}
+    index = where.flatten().nonzero().flatten()
+    return {"index": index, "values": values.detach().flatten()[index].clone()}
+
+
+def _unpack(packed: Mapping[str, Tensor], base: Tensor) -> Tensor:
+    """Return `base` with the stored entries in their places."""
+    if "dense" in packed:
+        return packed["dense"].to(base.device).clone()
+    full = base.flatten().clone()
+    full[packed["index"].to(base.device)] = packed["values"].to(full)
+    return full.view_as(base)
+
+
+@torch.no_grad()
+def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a state dict with effective weights under plain names, and the record that undoes it.
+
+    Args:
+        model: The conditioned model, live or baked.
+        state: A state dict of the model, or of a copy of it that averages its weights.
+        resumable: Whether the record shall hold what exact resuming needs.
+
+    Raises:
+        CheckpointMismatchError: If it can not be told whether a weight in `state` is raw or effective.
+    """
+    converted = copy.copy(state)
+    weights: dict[str, Any] = {}
+    for name, weight in conditioned_weights(model):
+        if name not in state:
+            continue
+        raw = _raw_in(weight, state[name], name)
+        converted[name] = weight.effective(raw)
+        entry: dict[str, Any] = {"terms": []}
+        changed = torch.zeros_like(raw, dtype=torch.bool)
+        for term in weight.terms:
+            nonzero = term.correction.to(raw.device) != 0
+            changed |= nonzero
+            saved: dict[str, Any] = {"rule": term.rule.settings(), "strength": float(term.strength)}
+            if resumable:
+                saved["correction"] = _pack(term.correction, nonzero)
+                saved["blocks"] = [
+                    [*astuple(layout.rows), int(layout.transposed), num_blocks] for layout, num_blocks in term.blocks
+                ]
+            entry["terms"].append(saved)
+        if resumable:
+            entry["raw"] = _pack(raw, changed)
+        weights[name] = entry
+    tokens: dict[str, Any] = {}
+    for name, forward in token_forwards(model):
+        tokens[name] = {"rule": forward.rule.settings(), "strength": float(forward.strength)}
+        key = f"{name}.{STATE_KEY}"
+        if key not in converted:
+            # A copy that was made before the correction came (an averaged model) does not know of it.
+            converted[key] = forward.strength.detach().clone()
+    return converted, {"version": _VERSION, "weights": weights, "tokens": tokens}
+
+
+def _raw_in(weight: ConditionedWeight, value: Tensor, name: str) -> Tensor:
+    value = value.detach()
+    if not weight.baked:
+        return value
+    if torch.equal(value, weight.parameter.detach().to(value.device)):
+        return weight.raw_of(value)
+    if weight.raw is not None and torch.equal(value, weight.raw.to(value.device)):
+        return value
+    raise CheckpointMismatchError(
+        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save while `fit` runs, or "
+        f"call lit_cond.surgery.fold_ on the model first"
+    )
+
+
+def _saved_raw(entry: Mapping[str, Any], effective: Tensor) -> Tensor | None:
+    """Return the exact raw weight of a record, or None if it holds none."""
+    return _unpack(entry["raw"], effective) if "raw" in entry else None
+
+
+@torch.no_grad()
+def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
+    """Turn the effective weights of a checkpoint into what a conditioned model loads, and take its corrections over.
+
+    A live model gets raw weights; a baked one keeps effective weights and remembers the raw ones for the next `fit`.
+
+    Args:
+        model: A model with weight corrections.
+        checkpoint: A checkpoint; its state dict is changed in place. Without one (a strategy has loaded the weights
+            already) the parameters of the model are.
+    """
+    entries: Mapping[str, Any] = checkpoint.get(RECORD_KEY, {}).get("weights", {})
+    state: dict[str, Any] | None = checkpoint.get("state_dict")
+    if state is not None:
+        state = checkpoint["state_dict"] = copy.copy(state)
+    plain, changed = [], []
+    for name, weight in conditioned_weights(model):
+        if state is not None and name not in state:
+            continue
+        value = weight.parameter.detach() if state is None else state[name]
+        entry = entries.get(name)
+        if weight.baked and "raw" not in (entry or {}):
+            continue
+        if entry is None:
+            plain.append(name)
+            raw = value
+        else:
+            raw = _take_over(weight, entry, value, changed, name)
+        if weight.baked:
+            weight.raw = raw.to(weight.parameter.device)
+        elif state is None:
+            weight.parameter.copy_(raw)
+        else:
+            state[name] = raw
+        if entry is None or name in changed:
+            for term in weight.terms:
+                term.correction = compute_correction(term.rule, term.blocks, raw.to(weight.parameter.device))
+    if plain:
+        _warn(
+            f"the checkpoint was made without a correction of {len(plain)} weights ('{plain[0]}', ...): they are taken as "
+            f"raw weights and corrected from here on"
+        )
+    if changed:
+        _warn(
+            f"the checkpoint was made with other settings of the correction of {len(changed)} weights ('{changed[0]}', "
+            f"...): it is undone with those and made anew with the present ones"
+        )
+
+
+def _take_over(
+    weight: ConditionedWeight, entry: Mapping[str, Any], effective: Tensor, changed: list[str], name: str
+) -> Tensor:
+    """Set a weight's corrections to the recorded ones where the rules agree; return the raw weight."""
+    saved = entry["terms"]
+    agree = [t.rule.settings() for t in weight.terms] == [s["rule"] for s in saved]
+    raw = _saved_raw(entry, effective)
+    if raw is None or not all("correction" in s for s in saved):
+        raise CheckpointMismatchError(
+            f"the checkpoint holds weights only, without what undoes the correction of '{name}'; resume from a full "
+            f"checkpoint, or load it into a plain model"
+        )
+    if not agree:
+        changed.append(name)
+        return raw
+    for term, stored in zip(weight.terms, saved, strict=True):
+        like = torch.zeros_like(term.correction)
+        term.correction = _unpack(stored["correction"], like).to(like)
+        term.strength.fill_(stored["strength"])
+    return raw
+
+
+def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -> None:
+    """Make the token corrections of a model those that a checkpoint was made with.
+
+    Args:
+        model: The model that shall load the checkpoint.
+        record: The record of the checkpoint; empty for a plain one.
+        add: Whether to add corrections that the model lacks.
+
+    Raises:
+        CheckpointMismatchError: If the model corrects tokens and the checkpoint does not, or the other way round.
+    """
+    saved: Mapping[str, Any] = record.get("tokens", {})
+    present = dict(token_forwards(model))
+    for name in present.keys() - saved.keys():
+        raise CheckpointMismatchError(
+            f"the model corrects the tokens at '{name}' and the checkpoint was made without; load its weights into the plain "
+            f"model (load_from_checkpoint), then call fit without ckpt_path"
+        )
+    for name, entry in saved.items():
+        rule = TokenRule(**{**entry["rule"], "strength": entry["strength"]})
+        if name not in present:
+            if not add:
+                raise CheckpointMismatchError(
+                    f"the checkpoint was made with corrected tokens at '{name}'; add ConditionedTokens("
+                    f"correction={rule.correction!r}, scale={rule.scale!r}) to the callbacks, or load it with "
+                    f"lit_cond.load_checkpoint"
+                )
+            condition_(model, replace(rule, include=(clean_name(name),)))
+            added = dict(token_forwards(model))[name]
+            added.rule = rule
+        elif present[name].rule.settings() != rule.settings():
+            _warn(
+                f"the checkpoint's tokens at '{name}' were corrected with {rule.settings()}; from here on the present "
+                f"settings {present[name].rule.settings()} apply"
+            )
+
+
+def attach_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
+    """Let a plain model remember the corrections in its effective weights, so that a later `fit` goes on exactly.
+
+    The model is then in the state that `fit` leaves behind: its parameters hold effective weights, before or after this
+    call. A record without raw weights (of a checkpoint of weights only) leaves the model plain.
+
+    Args:
+        model: A model without corrections.
+        record: The record of the checkpoint.
+    """
+    for name, entry in record.get("weights", {}).items():
+        owner_name, _, tensor_name = name.rpartition(".")
+        owner = model.get_submodule(owner_name)
+        parameter = own_parameter(owner, tensor_name)
+        if parameter is None:
+            raise CheckpointMismatchError(f"the checkpoint corrects '{name}', which is no parameter of the model")
+        if "raw" not in entry:
+            continue
+        weight = conditioned_weight(owner, tensor_name)
+        zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+        for saved in entry["terms"]:
+            rule = WeightRule(**{**saved["rule"], "strength": saved["strength"]})
+            blocks = [
+                (MatrixLayout(RowSet(*numbers[:4]), bool(numbers[4])), numbers[5]) for numbers in saved["blocks"]
+            ]
+            correction = _unpack(saved["correction"], zeros)
+            weight.terms.append(Term(rule, blocks, correction, torch.tensor(saved["strength"])))
+        weight.raw = _unpack(entry["raw"], parameter.detach())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, LitCondWarning, stacklevel=3)

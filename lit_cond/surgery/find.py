@@ -1,0 +1,156 @@
+"""Finding attention layers, and the place where embedded tokens enter the first of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from lit_cond.errors import NoMatchingTargetError, UnknownAttentionError
+from lit_cond.surgery.families import describe, suspicion
+from lit_cond.surgery.selection import Pattern, matches, nothing_matched
+from lit_cond.surgery.sites import AttentionSite, clean_name
+
+__all__ = ["TokenSite", "find_attention", "find_token_sites"]
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSite:
+    """The module whose first tensor input is the embedded tokens.
+
+    Args:
+        name: Dotted name of the module, without wrapper parts.
+        module: The module.
+        attention: The first attention layer inside it.
+        ancestors: The modules around it, outermost first, without the root.
+    """
+
+    name: str
+    module: nn.Module
+    attention: AttentionSite
+    ancestors: tuple[nn.Module, ...]
+
+
+def _aliases(site: AttentionSite) -> list[str]:
+    return [site.name, *site.owner_names.values()]
+
+
+def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern = None) -> list[AttentionSite]:
+    """Return the attention layers of a model in the order of its modules.
+
+    Args:
+        model: Any module.
+        include: Which layers to take, by the name of the attention module or of a module that owns one of its weights:
+            a string is a regular expression matched in full, a list holds exact names or dotted endings. None takes all.
+        exclude: Which layers to leave out, in the same grammar.
+
+    Raises:
+        NoMatchingTargetError: If nothing is left.
+        UnknownAttentionError: If a module that is not excluded looks like attention and no family knows its layout.
+    """
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    found: list[AttentionSite] = []
+    unknown: list[tuple[str, UnknownAttentionError]] = []
+    for module, name in names.items():
+        if matches(exclude, [name]):
+            continue
+        try:
+            site = describe(module)
+            if site is None:
+                reason = suspicion(module)
+                if reason is None or _holds_known(module):
+                    continue
+                raise UnknownAttentionError(
+                    f"{type(module).__module__}.{type(module).__qualname__} looks like attention, but {reason}; describe it "
+                    f"with lit_cond.surgery.register_fused / register_family, or leave it out with `exclude`"
+                )
+        except UnknownAttentionError as error:
+            unknown.append((name, error))
+            continue
+        owners = {role: names[view.module] for role, view in site}
+        found.append(replace(site, name=name, owner_names=owners))
+    wanted = [s for s in found if include is None or matches(include, _aliases(s))]
+    wanted = [s for s in wanted if not matches(exclude, _aliases(s))]
+    for name, error in unknown:
+        if include is None or matches(include, [name]):
+            raise UnknownAttentionError(f"'{name}': {error}")
+    if not wanted:
+        raise nothing_matched("attention layers", include, exclude, [s.name for s in found])
+    return wanted
+
+
+def _holds_known(module: nn.Module) -> bool:
+    """Whether a descendant is attention of a known kind: the module is then a wrapper around it."""
+    for child in module.modules():
+        if child is module:
+            continue
+        try:
+            if describe(child) is not None:
+                return True
+        except UnknownAttentionError:
+            return True
+    return False
+
+
+def find_token_sites(model: nn.Module, include: Pattern = None) -> list[TokenSite]:
+    """Return where embedded tokens enter the first attention layer.
+
+    Without `include`: the innermost element of a list of modules (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`) on
+    the path to the first attention layer, that is, the first transformer block.
+
+    Args:
+        model: Any module.
+        include: Names of the blocks whose first tensor input shall be corrected, in the grammar of `find_attention`.
+
+    Raises:
+        NoMatchingTargetError: If no such module exists.
+    """
+    modules = {clean_name(name): module for name, module in model.named_modules()}
+    sites = find_attention(model) if include is None else _attention_below(model)
+    if include is None:
+        first = sites[0]
+        path = first.name.split(".")
+        prefixes = [".".join(path[:i]) for i in range(len(path) + 1)]
+        inside = [
+            prefix
+            for outer, prefix in zip(prefixes, prefixes[1:], strict=False)
+            if isinstance(modules[outer], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        ]
+        if not inside or isinstance(modules[inside[-1]], nn.MultiheadAttention):
+            raise NoMatchingTargetError(
+                f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens enter is not "
+                f"known; name the block with `include`"
+            )
+        chosen = [inside[-1]]
+    else:
+        chosen = [name for name in modules if name and matches(include, [name])]
+        if not chosen:
+            raise nothing_matched("modules", include, None, [name for name in modules if name])
+    result = []
+    for name in chosen:
+        below = [s for s in sites if s.name == name or s.name.startswith(f"{name}.")]
+        if not below:
+            raise NoMatchingTargetError(f"the module '{name}' holds no attention layer; name a block that does")
+        result.append(TokenSite(name, modules[name], below[0], _ancestors(modules, name)))
+    return result
+
+
+def _attention_below(model: nn.Module) -> Sequence[AttentionSite]:
+    """All known layers; those that are not understood matter only where tokens enter."""
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    result = []
+    for module, name in names.items():
+        try:
+            site = describe(module)
+        except UnknownAttentionError:
+            continue
+        if site is not None:
+            result.append(replace(site, name=name))
+    return result
+
+
+def _ancestors(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, ...]:
+    parts = name.split(".")
+    names = [".".join(parts[:i]) for i in range(1, len(parts))]
+    return tuple(modules[n] for n in names if n in modules)

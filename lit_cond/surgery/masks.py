@@ -1,0 +1,82 @@
+"""Reading the mask arguments of transformer blocks: which tokens are real, and whether attention is causal.
+
+Conventions, as found in torch and transformers: a `..._key_padding_mask` is True (or -inf) where a token is padding; an
+`attention_mask` is True, 1 or 0.0 (additive) where a token may be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_cond.errors import ConfigurationError
+
+__all__ = ["leaks_from_future", "valid_tokens"]
+
+_PADDING_NAMES = ("src_key_padding_mask", "key_padding_mask")
+_ATTENTION_NAMES = ("attention_mask", "src_mask", "attn_mask", "mask")
+
+
+def _keeps(mask: Tensor, *, additive: bool) -> Tensor:
+    """Return True where an attention mask lets a token be seen."""
+    if mask.dtype == torch.bool:
+        return mask
+    if additive:
+        # Additive masks hold 0 and a very negative number (-inf or the smallest of the dtype).
+        return mask > -1.0
+    return mask != 0
+
+
+def valid_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> Tensor | None:
+    """Return which tokens are real (batch, length), or None when no mask says otherwise.
+
+    Args:
+        arguments: The block's arguments by name.
+        batch: Number of sequences.
+        length: Number of tokens in each.
+
+    Raises:
+        ConfigurationError: If a mask is of a form that is not understood.
+    """
+    for name in _PADDING_NAMES:
+        mask = arguments.get(name)
+        if isinstance(mask, Tensor):
+            padded = mask if mask.dtype == torch.bool else mask != 0
+            return ~padded.expand(batch, length)
+    for name in _ATTENTION_NAMES:
+        mask = arguments.get(name)
+        if mask is None:
+            continue
+        if not isinstance(mask, Tensor):
+            raise ConfigurationError(
+                f"`{name}` is a {type(mask).__name__}, from which padding can not be read; use an attention "
+                f"implementation with tensor masks (eager or sdpa)"
+            )
+        if mask.ndim == 2 and mask.shape == (batch, length) and name == "attention_mask":
+            return _keeps(mask, additive=mask.is_floating_point() and bool((mask < 0).any()))
+        if mask.ndim == 4 and mask.shape[-1] == length:
+            seen = _keeps(mask, additive=mask.is_floating_point()).any(dim=2).any(dim=1)
+            return seen.expand(batch, length)
+    return None
+
+
+def leaks_from_future(arguments: Mapping[str, Any]) -> bool:
+    """Say whether the block's arguments make its attention causal.
+
+    Reads the values of a square mask, which waits for the device: call it once, not at every step.
+    """
+    if any(arguments.get(name) is True for name in ("is_causal", "causal")):
+        return True
+    for name in _ATTENTION_NAMES:
+        mask = arguments.get(name)
+        if not isinstance(mask, Tensor) or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
+            continue
+        # torch's boolean `src_mask` is True where seeing is forbidden; transformers' is True where it is allowed.
+        keeps = ~mask if mask.dtype == torch.bool and name != "attention_mask" else _keeps(mask, additive=True)
+        above = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
+        if not bool((keeps & above).any()) and bool((keeps & ~above).any()):
+            return True
+    return False

@@ -1,0 +1,150 @@
+"""Measuring the query, key and value matrices of a model, with and without the corrections it carries."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
+from lit_cond.surgery.apply import existing
+from lit_cond.surgery.find import find_attention
+from lit_cond.surgery.selection import Pattern
+from lit_cond.surgery.sites import AttentionSite, Role
+
+__all__ = ["WeightReport", "format_table", "measure_weights", "spectra", "well_conditioned"]
+
+# Random n x n matrices have a condition number of about 2.6 n; below this factor of n a square matrix was not left to
+# chance. Rectangular ones are well conditioned by nature and say nothing.
+_SUSPICIOUS = 0.15
+
+
+@dataclass(frozen=True, eq=False)
+class WeightReport:
+    """One projection matrix in numbers.
+
+    Args:
+        name: Name of the attention layer.
+        role: Which matrix.
+        shape: (out_features, in_features).
+        heads: Heads in the matrix, None if the module does not say.
+        stored: Parameter and rows where the matrix stands.
+        raw: Condition number without the corrections, dimensionless, >= 1.
+        effective: Condition number as the forward pass reads it.
+        spectrum: Singular values as the forward pass reads it, descending, float64.
+        corrections: One phrase for each correction that it carries.
+    """
+
+    name: str
+    role: Role
+    shape: tuple[int, int]
+    heads: int | None
+    stored: str
+    raw: float
+    effective: float
+    spectrum: Tensor
+    corrections: tuple[str, ...]
+
+
+def spectra(matrices: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
+    """Return the condition number and the singular values of each matrix; those of one shape are decomposed together."""
+    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        by_shape[tuple(matrix.shape)].append(index)
+    result: dict[int, tuple[float, Tensor]] = {}
+    for shape, indices in by_shape.items():
+        stacked = torch.stack([matrices[i] for i in indices])
+        values = singular_values(stacked)
+        numbers = condition_of_spectrum(values, shape, stacked.dtype).tolist()
+        result.update(zip(indices, zip(numbers, values, strict=True), strict=True))
+    return [result[index] for index in range(len(matrices))]
+
+
+@torch.no_grad()
+def measure_weights(
+    model: nn.Module, include: Pattern = None, exclude: Pattern = None, *, sites: Iterable[AttentionSite] | None = None
+) -> list[WeightReport]:
+    """Return the condition numbers of the query, key and value matrices of a model.
+
+    Args:
+        model: Any module that holds attention, conditioned or not.
+        include: Which layers, in the grammar of `find_attention`.
+        exclude: Which layers to leave out.
+        sites: The layers, when they are known already.
+
+    Raises:
+        NoMatchingTargetError: If there is no such layer.
+        UnknownAttentionError: If a layer is stored in a way that no family knows.
+    """
+    views = [
+        (site, role, view)
+        for site in (find_attention(model, include, exclude) if sites is None else sites)
+        for role, view in site
+    ]
+    weights = [existing(view.module, view.tensor_name) for _, _, view in views]
+    effective, raw, changed = [], [], []
+    for (_, _, view), weight in zip(views, weights, strict=True):
+        if weight is None:
+            effective.append(view.matrix().detach())
+            continue
+        effective.append(view.layout.matrix(weight.current_effective))
+        changed.append(len(effective) - 1)
+        raw.append(view.layout.matrix(weight.current_raw))
+    measured = spectra(effective)
+    raw_numbers = dict(zip(changed, (number for number, _ in spectra(raw)), strict=True))
+    return [
+        WeightReport(
+            name=site.name,
+            role=role,
+            shape=(view.matrix().shape[0], view.matrix().shape[1]),
+            heads=site.heads(role),
+            stored=f"{site.owner_names.get(role, site.name)}.{view.tensor_name}{view.layout.rows}",
+            raw=raw_numbers.get(i, measured[i][0]),
+            effective=measured[i][0],
+            spectrum=measured[i][1],
+            corrections=tuple(
+                f"{t.rule.correction} x {float(t.strength):g}"
+                for t in (weight.terms if weight is not None else ())
+                if torch.isin(view.layout.rows.indices(), t.rows).all()
+            ),
+        )
+        for i, ((site, role, view), weight) in enumerate(zip(views, weights, strict=True))
+    ]
+
+
+def well_conditioned(reports: Iterable[WeightReport]) -> float | None:
+    """Return the median raw condition number if the square-like matrices are too well conditioned for chance, else None.
+
+    That is how a checkpoint looks that was trained with a correction and loaded as a plain one.
+    """
+    square = [(r.raw, min(r.shape)) for r in reports if min(r.shape) >= 16 and 2 * min(r.shape) > max(r.shape)]
+    if not square:
+        return None
+    ratio = statistics.median(raw / size for raw, size in square)
+    return statistics.median(raw for raw, _ in square) if ratio < _SUSPICIOUS else None
+
+
+def format_table(reports: Sequence[WeightReport]) -> str:
+    """Return the reports as a plain text table."""
+    header = ("layer", "matrix", "shape", "heads", "stored in", "kappa W", "kappa W+C", "correction")
+    rows = [
+        (
+            r.name,
+            r.role,
+            f"{r.shape[0]}x{r.shape[1]}",
+            "?" if r.heads is None else str(r.heads),
+            r.stored,
+            f"{r.raw:.4g}",
+            f"{r.effective:.4g}" if r.corrections else "-",
+            ", ".join(r.corrections) or "left alone",
+        )
+        for r in reports
+    ]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+    )
