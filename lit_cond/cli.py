@@ -1,0 +1,267 @@
+"""The command line: LightningCLI with a flat group for each callback and errors of one line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import lightning.pytorch as pl
+from jsonargparse import Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.cli import (
+    ArgsType,
+    LightningArgumentParser,
+    LightningCLI,
+    LRSchedulerTypeUnion,
+    instantiate_class,
+)
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.optim import Optimizer
+
+# Importing the packages is what makes the short names of their classes known.
+import lit_cond.data
+import lit_cond.tasks  # noqa: F401
+from lit_cond.callbacks import (
+    ConditionedTokens,
+    ConditionNumberMonitor,
+    SpectralConditioning,
+    StrengthSchedule,
+)
+from lit_cond.cli_errors import explain
+from lit_cond.cli_report import Vocabulary
+from lit_cond.cli_resume import KeepGivenOptions, checked_path, differences, saved_arguments
+from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
+from lit_cond.summary import finish_fit
+
+__all__ = ["CALLBACK_GROUPS", "LitCondCLI", "LitCondParser", "main"]
+
+CALLBACK_GROUPS: dict[str, type[pl.Callback]] = {
+    "conditioning": SpectralConditioning,
+    "tokens": ConditionedTokens,
+    "schedule": StrengthSchedule,
+    "monitor": ConditionNumberMonitor,
+}
+"""The flat groups, in the order in which the trainer gets them: before those of `trainer.callbacks`."""
+
+_TRACEBACK_VARIABLE = "LIT_COND_TRACEBACK"
+
+
+class LitCondParser(LightningArgumentParser):
+    """A parser that refuses abbreviated options and explains a mistake in one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("allow_abbrev", False)
+        super().__init__(*args, **kwargs)
+        self.family: list[LitCondParser] = [self]
+
+    def vocabulary(self) -> Vocabulary:
+        """Return the keys that the commands accept, those of the callback groups included."""
+        known: dict[str, dict[str, Any]] = {}
+        for parser in self.family:
+            for key in dict(parser.get_defaults().items()):
+                level = known
+                for part in key.split("."):
+                    level = level.setdefault(part, {})
+        for key, callback in CALLBACK_GROUPS.items():
+            if key in known:
+                arguments = LightningArgumentParser(exit_on_error=False).add_class_arguments(callback)
+                known[key] = {name: {} for name in arguments}
+        return known
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print one line and exit with code 2."""
+        # A parser inside another one leaves the report to the outer one.
+        if not self.exit_on_error or os.environ.get(_TRACEBACK_VARIABLE):
+            super().error(message, ex)
+        _exit_with(explain(message, self.vocabulary(), self.args or sys.argv[1:]), ex)
+
+
+class LitCondCLI(LightningCLI):
+    """LightningCLI for the tasks and data modules of lit_cond and for any others given by import path."""
+
+    def __init__(self, args: ArgsType = None) -> None:
+        self.family: list[LitCondParser] = []
+        self.ckpt_path: str | None = None
+        self.keep_options = False
+        super().__init__(
+            parser_class=LitCondParser,
+            seed_everything_default=0,
+            # A run folder without a version is used again: the newest configuration is the valid one.
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Make a parser that knows the ones of all commands."""
+        parser = super().init_parser(**kwargs)
+        if isinstance(parser, LitCondParser):
+            self.family.append(parser)
+            parser.family = self.family
+        return parser
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the callback groups, `test_after_fit` and the link from the data to the model."""
+        for key, callback in CALLBACK_GROUPS.items():
+            parser.add_argument(
+                f"--{key}",
+                type=callback | None,
+                default=None,
+                help=f"Options of {callback.__name__}; null for none. One option: --{key}.NAME VALUE",
+            )
+        parser.add_argument(
+            "--test_after_fit",
+            type=bool,
+            default=True,
+            help="Whether fit tests its best checkpoint at the end, where there is a test set.",
+        )
+        parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and fill what the user has not written from the checkpoint of ``--ckpt_path``."""
+        super().parse_arguments(parser, args)
+        command = self.config["subcommand"]
+        given = args
+        if not isinstance(given, (dict, Namespace)):
+            given = parser.parse_args(given, defaults=False)
+        self.given = given[command]
+        options = self.config[command]
+        path = checked_path(options.get("ckpt_path"))
+        if path is None:
+            return
+        # LightningCLI would now read the checkpoint itself and let it win; the path is set back below.
+        self.ckpt_path, options["ckpt_path"] = options["ckpt_path"], None
+        class_path, saved = saved_arguments(path)
+        model = options["model"]
+        if class_path is not None and class_path != model["class_path"]:
+            rank_zero_warn(
+                f"ckpt_path: the checkpoint was written by {class_path}, the configuration asks for "
+                f"{model['class_path']}: the arguments in the checkpoint are not used",
+                category=LitCondWarning,
+            )
+            return
+        self._merge_saved(parser, command, saved)
+
+    def _merge_saved(self, parser: LightningArgumentParser, command: str, saved: dict[str, Any]) -> None:
+        model = self.config[command]["model"]
+        accepted = set(model.get("init_args", {}).keys()) if model.get("init_args") else set()
+        given = self.given["model"].get("init_args") or {}
+        written = given.as_dict() if hasattr(given, "as_dict") else dict(given)
+        changed = differences(written, saved)
+        if changed:
+            listed = ", ".join(f"{key} = {new!r} (not {old!r})" for key, (new, old) in changed.items())
+            rank_zero_warn(
+                f"ckpt_path: given values win over those of the checkpoint: {listed}", category=LitCondWarning
+            )
+        self.keep_options = bool(changed)
+        kept = {key: value for key, value in saved.items() if key in accepted and key not in written}
+        spec = {"class_path": model["class_path"], "init_args": {**kept, **written}}
+        self.config = parser.parse_object({command: {"model": spec}}, self.config)
+
+    def before_instantiate_classes(self) -> None:
+        """Set the checkpoint back, and name the saved configuration after the command."""
+        if self.ckpt_path is not None:
+            self.config[self.subcommand]["ckpt_path"] = self.ckpt_path
+        if self.subcommand != "fit":
+            # With a fixed folder an evaluation must not overwrite the configuration of the training run.
+            self.save_config_kwargs["config_filename"] = f"config_{self.subcommand}.yaml"
+
+    def after_instantiate_classes(self) -> None:
+        """Check that the user's `num_classes` is that of the data.
+
+        Raises:
+            ConfigurationError: They differ.
+        """
+        model = self.given.get("model") or {}
+        wanted = (model.get("init_args") or {}).get("num_classes")
+        found = getattr(self.datamodule, "num_classes", None)
+        if wanted is not None and found is not None and wanted != found:
+            raise ConfigurationError(
+                f"model.num_classes is {wanted}, and the data has {found} classes: leave it out, it is taken "
+                "from the data"
+            )
+
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Make the trainer, with the callbacks of the groups before those of `trainer.callbacks`.
+
+        Raises:
+            ConfigurationError: Lightning refuses a value.
+        """
+        options = self.config_init[self.subcommand]
+        listed = options["trainer"].get("callbacks") or []
+        listed = listed if isinstance(listed, list) else [listed]
+        grouped = [options[key] for key in CALLBACK_GROUPS if options.get(key) is not None]
+        extra = [KeepGivenOptions()] if self.subcommand == "fit" and self._keeps_options() else []
+        kwargs.setdefault("callbacks", [*grouped, *listed, *extra])
+        try:
+            return super().instantiate_trainer(**kwargs)
+        except LitCondError:
+            raise
+        except (MisconfigurationException, TypeError, ValueError) as error:
+            raise ConfigurationError(f"trainer: {error}") from error
+
+    def _keeps_options(self) -> bool:
+        return self.ckpt_path is not None and (self.keep_options or self.given.get("optimizer") is not None)
+
+    def configure_optimizers(  # type: ignore[override]
+        self,
+        lightning_module: pl.LightningModule,
+        optimizer: Optimizer,
+        lr_scheduler: LRSchedulerTypeUnion | None = None,
+    ) -> Any:
+        """Use the optimizer of ``--optimizer``, with the parameter groups of the task where it has its own.
+
+        A task says which parameters have no weight decay in ``parameter_groups(weight_decay)``; the optimizer
+        that LightningCLI has made holds all parameters in one group.
+        """
+        grouping = getattr(lightning_module, "parameter_groups", None)
+        if callable(grouping) and "weight_decay" in optimizer.defaults:
+            options = self.config_init[self.subcommand]
+            groups = grouping(optimizer.defaults["weight_decay"])
+            optimizer = instantiate_class(groups, options["optimizer"])
+            if lr_scheduler is not None:
+                lr_scheduler = instantiate_class(optimizer, options["lr_scheduler"])
+        return super().configure_optimizers(lightning_module, optimizer, lr_scheduler)
+
+    def after_fit(self) -> None:
+        """Test the best checkpoint and print the summary."""
+        command = self.config_init[self.subcommand]
+        finish_fit(self.trainer, self.model, self.datamodule, test=command["test_after_fit"])
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run a command.
+
+    Args:
+        args: The words of the command line after the program's name; None takes those of the process.
+
+    Raises:
+        SystemExit: With code 2, after one line on stderr, for a mistake that lit_cond or the parser names.
+    """
+    try:
+        LitCondCLI(args=None if args is None else list(args))
+    except Exception as error:
+        known = _cause(error)
+        if known is None or os.environ.get(_TRACEBACK_VARIABLE):
+            raise
+        _exit_with(_one_line(known), error)
+
+
+def _cause(error: BaseException | None) -> LitCondError | None:
+    # jsonargparse wraps what a constructor raises into an error of its own.
+    while error is not None and not isinstance(error, LitCondError):
+        error = error.__cause__
+    return error
+
+
+def _one_line(error: LitCondError) -> str:
+    text = str(error).strip()
+    if "Original Traceback" in text:  # raised in a worker process of a DataLoader
+        text = text.splitlines()[-1].partition(": ")[2]
+    return text
+
+
+def _exit_with(text: str, error: BaseException | None) -> NoReturn:
+    print(f"lit_cond: error: {text}", file=sys.stderr)
+    raise SystemExit(2) from error
