@@ -45,8 +45,7 @@ def predicted_attention_entropy(
     """
     if num_tokens < 2 or num_sequences < 1:
         raise ConfigurationError(
-            f"num_tokens={num_tokens}, num_sequences={num_sequences} leave nothing to attend to; "
-            "give at least 2 and 1."
+            f"num_tokens={num_tokens}, num_sequences={num_sequences} leave nothing to attend to; give at least 2 and 1."
         )
     if query.ndim != 2 or key.ndim != 2 or query.shape[1] != key.shape[1]:
         raise ConfigurationError(

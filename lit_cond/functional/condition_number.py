@@ -88,9 +88,7 @@ def condition_of_spectrum(
         ConfigurationError: ``rtol`` is not in [0, 1).
     """
     if rtol is not None and not 0 <= rtol < 1:
-        raise ConfigurationError(
-            f"rtol={rtol} is no ratio of singular values; give a number in [0, 1), such as 1e-12."
-        )
+        raise ConfigurationError(f"rtol={rtol} is no ratio of singular values; give a number in [0, 1), such as 1e-12.")
     if values.shape[-1] == 0:
         return values.new_full(values.shape[:-1], float("nan"))
     if rtol is None:
@@ -106,8 +104,7 @@ def _prepare(a: Tensor) -> tuple[Tensor, Tensor]:
     """Return float64 matrices of shape (batch, m, n), zero where not finite, and which ones are finite."""
     if a.ndim < 2 or a.is_complex():
         raise ConfigurationError(
-            f"A tensor of shape {tuple(a.shape)} and type {a.dtype} is no real matrix; "
-            "give (..., rows, columns)."
+            f"A tensor of shape {tuple(a.shape)} and type {a.dtype} is no real matrix; give (..., rows, columns)."
         )
     work = a.detach().to(torch.float64).reshape(math.prod(a.shape[:-2]), *a.shape[-2:])
     finite = work.isfinite().all(dim=-1).all(dim=-1)

@@ -21,9 +21,7 @@ from lit_cond.functional.polar import (
 __all__ = ["identity_correction", "spectral_correction"]
 
 
-def identity_correction(
-    w: Tensor, scale: float | Literal["spectral"] = "spectral", num_blocks: int = 1
-) -> Tensor:
+def identity_correction(w: Tensor, scale: float | Literal["spectral"] = "spectral", num_blocks: int = 1) -> Tensor:
     """Return the rectangular identity times ``scale``, once per row block.
 
     The practical variant of *Spectral Conditioning of Attention* (arXiv 2603.07162): ``C = lambda * I`` with

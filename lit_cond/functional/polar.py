@@ -194,9 +194,7 @@ class _PolarGradient(torch.autograd.Function):
         return result, None, None, None, None, None
 
 
-def attach_polar_gradient(
-    w: Tensor, polar: Tensor, u: Tensor, s: Tensor, v: Tensor, tolerance: float
-) -> Tensor:
+def attach_polar_gradient(w: Tensor, polar: Tensor, u: Tensor, s: Tensor, v: Tensor, tolerance: float) -> Tensor:
     """Return ``polar`` as a differentiable function of ``w``.
 
     Args:

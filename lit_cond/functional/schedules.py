@@ -107,9 +107,7 @@ def step_schedule(step: int, start: float, end: float, num_steps: int, num_level
     return _between(start, end, level / (num_levels - 1))
 
 
-def warmup_hold_schedule(
-    step: int, start: float, end: float, num_steps: int, warmup_fraction: float = 0.1
-) -> float:
+def warmup_hold_schedule(step: int, start: float, end: float, num_steps: int, warmup_fraction: float = 0.1) -> float:
     """Return a straight line from ``start`` to ``end`` over the first part of the run, then ``end``.
 
     Args:
@@ -127,9 +125,7 @@ def warmup_hold_schedule(
             finite.
     """
     if not 0 < warmup_fraction <= 1:
-        raise ConfigurationError(
-            f"warmup_fraction={warmup_fraction} is no part of a run; give a number in (0, 1]."
-        )
+        raise ConfigurationError(f"warmup_fraction={warmup_fraction} is no part of a run; give a number in (0, 1].")
     return _between(start, end, min(_progress(step, start, end, num_steps) / warmup_fraction, 1.0))
 
 
@@ -207,9 +203,7 @@ def _progress(step: int, start: float, end: float, num_steps: int) -> float:
     if num_steps < 1:
         raise ConfigurationError(f"num_steps={num_steps} is no length of a schedule; give at least 1.")
     if not (math.isfinite(start) and math.isfinite(end)):
-        raise ConfigurationError(
-            f"start={start}, end={end}: a strength must be finite; give two finite numbers."
-        )
+        raise ConfigurationError(f"start={start}, end={end}: a strength must be finite; give two finite numbers.")
     return min(max(step / num_steps, 0.0), 1.0)
 
 
