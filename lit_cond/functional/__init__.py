@@ -1,6 +1,6 @@
 """Pure functions, tensors to tensors: corrections, condition numbers, schedules. Needs torch alone."""
 
-from lit_cond.functional.attention import predicted_attention_entropy
+from lit_cond.functional.attention import attention_entropy, predicted_attention_entropy
 from lit_cond.functional.condition_number import condition_number, condition_of_spectrum, singular_values
 from lit_cond.functional.corrections import identity_correction, spectral_correction
 from lit_cond.functional.polar import PolarBackend, largest_singular_value, polar_factor
@@ -21,6 +21,7 @@ __all__ = [
     "ScheduleName",
     "TokenBackend",
     "TokenCorrection",
+    "attention_entropy",
     "condition_number",
     "condition_of_spectrum",
     "constant_schedule",

@@ -132,13 +132,14 @@ def largest_singular_value(w: Tensor, backend: PolarBackend = "svd") -> Tensor:
     if backend == "svd":
         norm: Tensor = torch.linalg.matrix_norm(w, ord=2)
         return norm
+    wide = w.shape[-2] <= w.shape[-1]
+    magnitude = _positive(w.detach().abs().amax(dim=(-2, -1), keepdim=True))
+    unit = w / magnitude
     with torch.no_grad():
-        wide = w.shape[-2] <= w.shape[-1]
-        unit = w / _positive(w.abs().amax(dim=(-2, -1), keepdim=True))
         u = dominant_vector(unit @ unit.mT if wide else unit.mT @ unit)
     # With the unit vector u held fixed, the derivative of ||w^T u|| is that of sigma_max.
-    image = (w.transpose(-2, -1) if wide else w) @ u.unsqueeze(-1)
-    return image.square().sum(dim=(-2, -1)).sqrt()
+    image = (unit.transpose(-2, -1) if wide else unit) @ u.unsqueeze(-1)
+    return image.square().sum(dim=(-2, -1)).sqrt() * magnitude[..., 0, 0]
 
 
 def dominant_vector(gram: Tensor) -> Tensor:
