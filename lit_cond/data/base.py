@@ -101,7 +101,5 @@ class ImageDataModule(LightningDataModule):
 
 def _after_setup(dataset: Dataset[Any] | None) -> Any:
     if dataset is None:
-        raise ConfigurationError(
-            "the data module holds no data set yet: call prepare_data() and setup() first"
-        )
+        raise ConfigurationError("the data module holds no data set yet: call prepare_data() and setup() first")
     return dataset

@@ -59,9 +59,7 @@ class DigitsDataModule(ImageDataModule):
         if channels not in (1, 3):
             raise ConfigurationError(f"channels is {channels}: give 1 or 3")
         if max_rotation < 0 or max_shift < 0:
-            raise ConfigurationError(
-                f"max_rotation is {max_rotation} and max_shift {max_shift}: give 0 or more"
-            )
+            raise ConfigurationError(f"max_rotation is {max_rotation} and max_shift {max_shift}: give 0 or more")
         self.image_size = image_size
         self.channels = channels
         self.augment = augment
@@ -86,12 +84,8 @@ class DigitsDataModule(ImageDataModule):
         targets = torch.as_tensor(labels, dtype=torch.int64)
 
         everything = list(range(len(targets)))
-        train, rest = train_test_split(
-            everything, test_size=0.5, stratify=labels, random_state=self.split_seed
-        )
-        val, test = train_test_split(
-            rest, train_size=_VAL_SIZE, stratify=labels[rest], random_state=self.split_seed
-        )
+        train, rest = train_test_split(everything, test_size=0.5, stratify=labels, random_state=self.split_seed)
+        val, test = train_test_split(rest, train_size=_VAL_SIZE, stratify=labels[rest], random_state=self.split_seed)
         jitter = partial(jitter_affine, degrees=self.max_rotation, shift=self.max_shift * size / 8)
         self.train_set = _Batches(images[train], targets[train], jitter if self.augment else None)
         self.val_set = _Batches(images[val], targets[val])

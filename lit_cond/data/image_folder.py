@@ -99,14 +99,10 @@ class ImageFolderDataModule(ImageDataModule):
         """Check the folders and list their images, once."""
         if self.train_set is not None:
             return
-        plain = evaluation_transform(
-            self.image_size, self.mean, self.std, self.crop_ratio, self.interpolation
-        )
+        plain = evaluation_transform(self.image_size, self.mean, self.std, self.crop_ratio, self.interpolation)
         augmented = plain
         if self.augmentation is not None:
-            augmented = training_transform(
-                self.image_size, self.augmentation, self.mean, self.std, self.interpolation
-            )
+            augmented = training_transform(self.image_size, self.augmentation, self.mean, self.std, self.interpolation)
         train = self._open("train", augmented)
         val = self._open("val", plain)
         test = self._open("test", plain) if (self.root / "test").is_dir() else val
@@ -118,8 +114,7 @@ class ImageFolderDataModule(ImageDataModule):
         folder = self.root / name
         if not folder.is_dir():
             raise DataError(
-                f"the folder {folder} does not exist: root must hold train/<class>/ and val/<class>/ with "
-                "images"
+                f"the folder {folder} does not exist: root must hold train/<class>/ and val/<class>/ with images"
             )
         return folder
 
@@ -163,9 +158,7 @@ class _ClassFolders(Dataset[Any]):
 def _class_folders(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
     if not names:
-        raise DataError(
-            f"{folder} has no class folders: put the images of each class into a folder of its own"
-        )
+        raise DataError(f"{folder} has no class folders: put the images of each class into a folder of its own")
     return names
 
 

@@ -56,23 +56,19 @@ class Augmentation:
 
     def __post_init__(self) -> None:
         if self.crop_scale is not None and not 0 < self.crop_scale[0] <= self.crop_scale[1] <= 1:
-            raise ConfigurationError(
-                f"crop_scale is {self.crop_scale}: give two shares 0 < smallest <= largest <= 1"
-            )
+            raise ConfigurationError(f"crop_scale is {self.crop_scale}: give two shares 0 < smallest <= largest <= 1")
         if self.crop_padding < 0:
             raise ConfigurationError(f"crop_padding is {self.crop_padding}: give 0 or more pixels")
         if self.crop_padding and self.crop_scale is not None:
             raise ConfigurationError(
-                f"crop_padding is {self.crop_padding} and crop_scale {self.crop_scale}: set one of them to 0 "
-                "or null"
+                f"crop_padding is {self.crop_padding} and crop_scale {self.crop_scale}: set one of them to 0 or null"
             )
         for name in ("horizontal_flip", "random_erasing"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}: give a chance from 0 to 1")
         if self.rand_augment_ops < 0 or self.color_jitter < 0:
             raise ConfigurationError(
-                f"rand_augment_ops is {self.rand_augment_ops} and color_jitter {self.color_jitter}: "
-                "give 0 or more"
+                f"rand_augment_ops is {self.rand_augment_ops} and color_jitter {self.color_jitter}: give 0 or more"
             )
         if not 0 <= self.rand_augment_magnitude <= 30:
             raise ConfigurationError(f"rand_augment_magnitude is {self.rand_augment_magnitude}: give 0 to 30")

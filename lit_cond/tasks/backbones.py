@@ -16,9 +16,7 @@ __all__ = ["build_backbone", "logits_of"]
 _HEAD_ARGUMENTS = ("num_classes", "num_labels")
 
 
-def build_backbone(
-    name: str | nn.Module, num_classes: int, pretrained: bool | None = None, **kwargs: Any
-) -> nn.Module:
+def build_backbone(name: str | nn.Module, num_classes: int, pretrained: bool | None = None, **kwargs: Any) -> nn.Module:
     """Build an image classifier.
 
     Args:
@@ -58,9 +56,7 @@ def build_backbone(
     if isinstance(name, nn.Module):
         if kwargs or pretrained:
             given = ", ".join([*kwargs, *(["pretrained"] if pretrained else [])])
-            raise ConfigurationError(
-                f"the backbone is a module already built: {given} can not be applied to it"
-            )
+            raise ConfigurationError(f"the backbone is a module already built: {given} can not be applied to it")
         return name
     library, _, model = name.partition("/")
     builder = _BUILDERS.get(library)
@@ -89,8 +85,7 @@ def logits_of(output: Any, num_classes: int) -> torch.Tensor:
     logits = output if isinstance(output, torch.Tensor) else getattr(output, "logits", None)
     if not isinstance(logits, torch.Tensor):
         raise ConfigurationError(
-            f"the backbone returned {type(output).__name__}: return a tensor of logits, or an object with "
-            ".logits"
+            f"the backbone returned {type(output).__name__}: return a tensor of logits, or an object with .logits"
         )
     if logits.ndim != 2 or logits.shape[1] != num_classes:
         raise ConfigurationError(
@@ -125,14 +120,10 @@ def _build_torchvision(name: str, num_classes: int, pretrained: bool | None, kwa
     classes = {key: value for key, value in vars(models).items() if _is_module_class(value)}
     if name in classes:
         if pretrained:
-            raise ConfigurationError(
-                f"{full_name} is a class without trained weights: set pretrained to false"
-            )
+            raise ConfigurationError(f"{full_name} is a class without trained weights: set pretrained to false")
         return _construct(full_name, classes[name], num_classes=num_classes, **kwargs)
     if name not in names:
-        raise ConfigurationError(
-            f"torchvision has no classifier {name!r}" + _nearest(name, [*names, *classes])
-        )
+        raise ConfigurationError(f"torchvision has no classifier {name!r}" + _nearest(name, [*names, *classes]))
     model = _construct(full_name, models.get_model, name, weights=None, num_classes=num_classes, **kwargs)
     if pretrained:
         weights = models.get_model_weights(name).DEFAULT
@@ -140,9 +131,7 @@ def _build_torchvision(name: str, num_classes: int, pretrained: bool | None, kwa
     return model
 
 
-def _load_all_but_the_head(
-    model: nn.Module, state: dict[str, torch.Tensor], num_classes: int, name: str
-) -> None:
+def _load_all_but_the_head(model: nn.Module, state: dict[str, torch.Tensor], num_classes: int, name: str) -> None:
     # torchvision refuses another number of classes together with weights, timm and transformers do not.
     own = model.state_dict()
     kept = {key: value for key, value in state.items() if key not in own or own[key].shape == value.shape}
@@ -156,9 +145,7 @@ def _load_all_but_the_head(
     missing, unexpected = model.load_state_dict(kept, strict=False)
     if unexpected or set(missing) != left:
         wrong = sorted({*unexpected, *(set(missing) - left)})[0]
-        raise ConfigurationError(
-            f"the trained weights of {name} do not fit the given backbone_args: {wrong!r}"
-        )
+        raise ConfigurationError(f"the trained weights of {name} do not fit the given backbone_args: {wrong!r}")
 
 
 def _build_hf(name: str, num_classes: int, pretrained: bool | None, kwargs: dict[str, Any]) -> Any:
@@ -171,8 +158,7 @@ def _build_hf(name: str, num_classes: int, pretrained: bool | None, kwargs: dict
     is_type = name in types
     if is_type and pretrained:
         raise ConfigurationError(
-            f"{full_name} is a model type without trained weights: give a folder or hub id, or set "
-            "pretrained to false"
+            f"{full_name} is a model type without trained weights: give a folder or hub id, or set pretrained to false"
         )
     if not is_type and not os.path.isdir(name) and name.count("/") != 1:
         raise ConfigurationError(

@@ -111,10 +111,10 @@ class Task(LightningModule):
             return self.warmup_steps
         if not self.warmup_epochs:
             return 0
+        self.trainer.fit_loop.setup_data()  # a run limited by steps alone has not loaded its data yet
         batches = self.trainer.num_training_batches
         if math.isinf(batches):
             raise ConfigurationError(
-                f"warmup_epochs is {self.warmup_epochs} and the training data has no length: give "
-                "warmup_steps"
+                f"warmup_epochs is {self.warmup_epochs} and the training data has no length: give warmup_steps"
             )
         return round(self.warmup_epochs * math.ceil(batches / self.trainer.accumulate_grad_batches))

@@ -5,16 +5,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 from lit_cond.errors import ConfigurationError
 from lit_cond.extras import optional_imports
 from lit_cond.tasks.backbones import build_backbone, logits_of
 from lit_cond.tasks.base import Task
 from lit_cond.tasks.metrics import classification_metrics, confusion_figure
-
-with optional_imports("lit_cond.tasks"):
-    from torchmetrics import MetricCollection
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionMatrix
 
 __all__ = ["ImageClassification"]
 
@@ -174,7 +172,9 @@ class ImageClassification(Task):
         if confusion is None:
             return
         counts = confusion.compute()  # on every rank: it is a collective call
-        confusion.reset()
+        # A state made in inference mode, where trainer.validate is, could not be updated in a later fit.
+        with torch.inference_mode(False):
+            confusion.reset()
         if self.trainer.sanity_checking or not self.trainer.is_global_zero:
             return
         for logger in self.trainer.loggers:

@@ -3,19 +3,17 @@
 from typing import TYPE_CHECKING
 
 import torch
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 
 from lit_cond.extras import optional_imports
-
-with optional_imports("lit_cond.tasks"):
-    from torchmetrics import Metric, MetricCollection
-    from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 __all__ = ["classification_metrics", "confusion_figure"]
 
-_MOST_CELLS_WITH_NUMBERS = 20 * 20
+_MOST_CLASSES_WITH_NUMBERS = 20
 
 
 def classification_metrics(num_classes: int, prefix: str) -> MetricCollection:
@@ -46,24 +44,24 @@ def confusion_figure(counts: torch.Tensor) -> "Figure":
         counts: Samples by true class (row) and predicted class (column), shape (classes, classes).
 
     Returns:
-        A figure whose colours are shares of each row; few classes have their counts written into the cells.
+        A figure whose colours are shares of each row. Up to 20 classes have their counts written into the
+        cells, more have a colour bar.
     """
     with optional_imports("the confusion matrix"):
         from matplotlib.figure import Figure
 
     counts = counts.cpu()
     shares = counts / counts.sum(dim=1, keepdim=True).clamp(min=1)
-    figure = Figure(figsize=(6, 5), layout="constrained")
+    figure = Figure(figsize=(5, 5), dpi=80)
     axes = figure.add_subplot(xlabel="predicted class", ylabel="true class")
-    figure.colorbar(
-        axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1), label="share of the true class"
-    )
-    if counts.numel() <= _MOST_CELLS_WITH_NUMBERS:
+    picture = axes.imshow(shares.numpy(), cmap="Blues", vmin=0, vmax=1)
+    # Drawn after every validation, so it is kept simple: a bar and an automatic layout double the time.
+    if len(counts) > _MOST_CLASSES_WITH_NUMBERS:
+        figure.colorbar(picture, label="share of the true class")
+    else:
         axes.set_xticks(range(len(counts)))
         axes.set_yticks(range(len(counts)))
         for row, column in counts.nonzero().tolist():
             colour = "white" if shares[row, column] > 0.5 else "black"
-            axes.text(
-                column, row, str(int(counts[row, column])), ha="center", va="center", color=colour, fontsize=8
-            )
+            axes.text(column, row, str(int(counts[row, column])), ha="center", va="center", color=colour, fontsize=8)
     return figure

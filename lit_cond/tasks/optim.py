@@ -50,7 +50,8 @@ def split_by_decay(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parame
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        named = not set(NO_DECAY_NAMES).isdisjoint(name.split("."))
+        # An embedding called position_embeddings holds its table as `position_embeddings.weight`.
+        named = name.removesuffix(".weight").split(".")[-1] in NO_DECAY_NAMES
         (no_decay if parameter.ndim <= 1 or named or id(parameter) in spared else decay).append(parameter)
     return decay, no_decay
 
