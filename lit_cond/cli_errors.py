@@ -16,10 +16,20 @@ from typing import Any
 
 import yaml
 
-from lit_cond.cli_report import Complaint, Report, Vocabulary, class_arguments, nearest, read_report, subclasses
+from lit_cond.cli_report import (
+    Complaint,
+    Report,
+    Vocabulary,
+    class_arguments,
+    nearest,
+    public_path,
+    read_report,
+    subclasses,
+)
 
 __all__ = ["explain"]
 
+_MAX_CHOICES = 6
 _MAX_LISTED = 12
 _MAX_SHOWN = 60
 _WRONG_TYPE = r"^Expected a (?!path but)"  # the file name that every string could be is not meant
@@ -112,7 +122,7 @@ def _on_unknown_class(complaint: Complaint, match: re.Match[str], report: Report
     classes = {cls.__name__: cls for base in report.bases for cls in subclasses(base)}
     short = word.rsplit(".", 1)[-1]
     if short in classes:
-        return f"{complaint.place}there is no {word!r}; did you mean '{classes[short].__module__}.{short}'?"
+        return f"{complaint.place}there is no {word!r}; did you mean '{public_path(classes[short])}'?"
     if len(classes) == 1 and nearest(short, classes) is None:
         return f"{complaint.place}expected the options of {next(iter(classes))} or null, got {_shown(word)}"
     return f"{complaint.place}there is no class {word!r}{_hint(short, classes)}"
@@ -150,10 +160,24 @@ def _on_wrong_type(complaint: Complaint, match: re.Match[str], report: Report) -
     wanted = [*(repr(choice) for choice in dict.fromkeys(choices)), *dict.fromkeys(types)]
     if "null" in wanted:
         wanted.append(wanted.pop(wanted.index("null")))
+    value = _wrong_item(value, choices)
     found = nearest(value, choices)
+    if found and len(wanted) > _MAX_CHOICES:
+        return f"{deepest[0].place}{_shown(value)} is not accepted; did you mean {found!r}?"
     listed = ", ".join(wanted[:-1]) + " or " + wanted[-1] if len(wanted) > 1 else wanted[0]
     hint = f"; did you mean {found!r}?" if found else ""
     return f"{deepest[0].place}expected {listed}, got {_shown(value)}{hint}"
+
+
+def _wrong_item(value: str, choices: Sequence[str]) -> str:
+    """Pick from a list of words the first that is no choice."""
+    if not value.startswith("["):
+        return value
+    try:
+        items = [str(item) for item in ast.literal_eval(value)]
+    except (ValueError, SyntaxError):
+        return value
+    return next((item for item in items if item not in choices), value)
 
 
 def _type_name(kind: str) -> str:
@@ -171,7 +195,9 @@ def _on_class_value(complaint: Complaint, match: re.Match[str], report: Report) 
         found = nearest(str(key), _CLASS_KEYS)
         if found and key not in _CLASS_KEYS:
             return f"{complaint.place}there is no option {key!r}; did you mean {found!r}?"
-    return f"{complaint.place}expected class_path and init_args of a {match[1]}, got {_shown(report.value)}"
+    concrete = [base for base in report.bases if base.__name__ == match[1] and class_arguments(public_path(base))]
+    wanted = f"the options of {match[1]} or null" if concrete else f"class_path and init_args of a {match[1]}"
+    return f"{complaint.place}expected {wanted}, got {_shown(report.value)}"
 
 
 def _shown(value: str) -> str:

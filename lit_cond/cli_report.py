@@ -5,16 +5,27 @@ from __future__ import annotations
 import difflib
 import importlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jsonargparse import ArgumentParser
 
-__all__ = ["Complaint", "Report", "Vocabulary", "class_arguments", "nearest", "read_report", "subclasses"]
+__all__ = [
+    "Complaint",
+    "Report",
+    "Vocabulary",
+    "class_arguments",
+    "nearest",
+    "public_path",
+    "read_report",
+    "subclasses",
+]
 
 Vocabulary = Mapping[str, "Vocabulary"]
 """The accepted keys, nested: a key without keys below it maps to an empty mapping."""
 
+_SHORTEST_BEGINNING = 3
 _FILLED_IN = ("params", "optimizer")  # what Lightning passes to an optimizer or a scheduler
 
 
@@ -57,9 +68,13 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
         candidates: The accepted words.
 
     Returns:
-        The nearest candidate without regard to case, or None when none is near.
+        The one that begins with the word, else the nearest in spelling, without regard to case; None when none is
+        near.
     """
     by_lower = {candidate.lower(): candidate for candidate in sorted(candidates)}
+    longer = [candidate for candidate in by_lower if candidate.startswith(word.lower())]
+    if len(longer) == 1 and len(word) >= _SHORTEST_BEGINNING:
+        return by_lower[longer[0]]
     found = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return by_lower[found[0]] if found else None
 
@@ -120,6 +135,16 @@ def subclasses(base: type) -> set[type]:
     """Return a class and all classes derived from it that are known so far."""
     derived: list[type] = type.__subclasses__(base)
     return {base}.union(*(subclasses(cls) for cls in derived))
+
+
+def public_path(cls: type) -> str:
+    """Return the shortest path under which a class can be imported."""
+    parts = cls.__module__.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ".".join(parts[:end])
+        if getattr(sys.modules.get(module), cls.__name__, None) is cls:
+            return f"{module}.{cls.__name__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def class_arguments(class_path: str) -> list[str]:

@@ -133,7 +133,8 @@ def _put_back(index: int, group: dict[str, Any], given: Mapping[str, Any], sched
             category=LitCondWarning,
         )
         return
-    group["lr"] = float(group["lr"]) * wanted / restored if restored else wanted
-    group[peak] = wanted if peak == "initial_lr" else group["lr"]
+    if peak == "initial_lr" and restored:
+        group["lr"] = float(group["lr"]) * wanted / restored
+    group[peak] = wanted
     for scheduler in schedulers:
         scheduler.base_lrs[index] = wanted
