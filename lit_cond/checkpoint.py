@@ -16,10 +16,10 @@ M = TypeVar("M", bound=LightningModule)
 
 
 def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
-    """Load a checkpoint with everything it records: effective weights, corrected tokens, and the way back to raw weights.
+    """Load a checkpoint with everything it records: weights, corrected tokens, and the way back to raw weights.
 
-    The model computes what it computed when it was saved. A `fit` with the callbacks that it was trained with goes on from
-    the exact raw weights.
+    The model computes what it computed when it was saved. A `fit` with the callbacks that it was trained with goes on
+    from the exact raw weights.
 
     Args:
         cls: The LightningModule class.

@@ -80,7 +80,9 @@ def log_figure(trainer: Trainer, name: str, heat_map: HeatMap, step: int) -> Non
         figure = heat_map.figure()
     except ImportError:
         warnings.warn(
-            "no heat maps without matplotlib: pip install matplotlib, or set heatmap=False", LitCondWarning, stacklevel=2
+            "no heat maps without matplotlib: pip install matplotlib, or set heatmap=False",
+            LitCondWarning,
+            stacklevel=2,
         )
         return
     for experiment in experiments:

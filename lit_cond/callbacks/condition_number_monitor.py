@@ -31,12 +31,13 @@ class ConditionNumberMonitor(Callback):
     | `cond/tokens/<block>` | the tokens of a sample as the block reads them, mean over samples |
     | `cond_raw/<quantity>/<layer>` | the same without the correction, where there is one |
     | `cond/<quantity>/mean`, `cond/<quantity>/max` | over the layers that have a finite number |
-    | `cond/<quantity>/nonfinite` | how many layers (samples) have none: singular, NaN or Inf; logged when there is one |
+    | `cond/<quantity>/nonfinite` | how many layers (samples) have none: singular, NaN or Inf; logged when there is
+    one |
 
-    The x axis is the optimizer step: values at step 0 are those before the first update. Measuring changes nothing in the
-    training. A mean and a maximum can be monitored by `ModelCheckpoint` and are there before the first validation.
-    TensorBoard also gets a histogram of the singular values of each quantity relative to the largest (log10) and one heat map
-    for each quantity, layers against steps, of log10 of the condition number.
+    The x axis is the optimizer step: values at step 0 are those before the first update. Measuring changes nothing in
+    the training. A mean and a maximum can be monitored by `ModelCheckpoint` and are there before the first validation.
+    TensorBoard also gets a histogram of the singular values of each quantity relative to the largest (log10) and one
+    heat map for each quantity, layers against steps, of log10 of the condition number.
 
     Cost of one measurement on two cores: about 25 ms for a 768 x 768 weight (twice that with the uncorrected one).
 
@@ -93,6 +94,7 @@ class ConditionNumberMonitor(Callback):
         self.prog_bar = prog_bar
         self._measured_at = -1
         self._last: dict[str, float] = {}
+        self._resumed = False
         self._pending: dict[str, float] | None = None
         self._spectra: dict[str, list[Tensor]] = {}
         self._sites: list[AttentionSite] = []
@@ -104,7 +106,10 @@ class ConditionNumberMonitor(Callback):
     @override
     def state_key(self) -> str:
         return self._generate_state_key(
-            quantities=self.quantities, include=self.include, exclude=self.exclude, every_n_steps=self.every_n_steps
+            quantities=self.quantities,
+            include=self.include,
+            exclude=self.exclude,
+            every_n_steps=self.every_n_steps,
         )
 
     @override
@@ -128,15 +133,13 @@ class ConditionNumberMonitor(Callback):
                 warnings.warn(f"tokens are not measured: {error}", LitCondWarning, stacklevel=2)
 
     @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After a resume, log the last values again, so that nothing that monitors them starts without."""
-        if self._last:
-            self._log_metrics(pl_module, self._last)
-
-    @override
     @torch.no_grad()
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure the weights, and prepare to see the tokens of this batch, where the interval asks for it."""
+        if self._resumed:
+            # Callbacks that monitor a value find it before the first validation after a resume too.
+            self._log_metrics(pl_module, self._last)
+            self._resumed = False
         step = trainer.global_step
         if step % self.every_n_steps or step == self._measured_at:
             return
@@ -184,6 +187,7 @@ class ConditionNumberMonitor(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._measured_at = state_dict["measured_at"]
         self._last = state_dict["last"]
+        self._resumed = bool(self._last)
 
     def _measure_weights(self, pl_module: LightningModule) -> None:
         for report in measure_weights(pl_module, sites=self._sites):
@@ -240,7 +244,13 @@ class ConditionNumberMonitor(Callback):
         """Hand the values to callbacks and the progress bar; loggers get them with their own step."""
         for key, value in values.items():
             pl_module.log(
-                key, value, on_step=True, on_epoch=False, logger=False, prog_bar=key == self.prog_bar, batch_size=1
+                key,
+                value,
+                on_step=True,
+                on_epoch=False,
+                logger=False,
+                prog_bar=key == self.prog_bar,
+                batch_size=1,
             )
 
     def _draw(self, trainer: Trainer, values: dict[str, float]) -> None:

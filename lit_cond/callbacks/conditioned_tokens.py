@@ -18,9 +18,9 @@ __all__ = ["ConditionedTokens"]
 class ConditionedTokens(ConditioningCallback):
     """Conditions the token matrix of each sample where it enters the first transformer block: `X + strength * C(X)`.
 
-    C is computed from X at every forward pass, in training and in evaluation, so it belongs to the model: it stays after
-    `fit`, and its checkpoints refuse to load into a plain model. Load them with `lit_cond.load_checkpoint`. Padding is left
-    out where the block gets a mask that says what is padding.
+    C is computed from X at every forward pass, in training and in evaluation, so it belongs to the model: it stays
+    after `fit`, and its checkpoints refuse to load into a plain model. Load them with `lit_cond.load_checkpoint`.
+    Padding is left out where the block gets a mask that says what is padding.
 
     Source: Saratchandran & Lucey, Conditioned Embedded Tokens, ICCV 2025.
 
@@ -32,8 +32,8 @@ class ConditionedTokens(ConditioningCallback):
         strength: Multiplier of C, >= 0, dimensionless; a `StrengthSchedule` moves it.
         detach: Whether C is a constant for the backward pass.
         backend: How the exact correction is computed; "auto" takes the cheapest for the device.
-        include: Names of the blocks whose input is corrected, as a regular expression matched in full or a list of names or
-            dotted endings; the first transformer block when omitted.
+        include: Names of the blocks whose input is corrected, as a regular expression matched in full or a list of
+            names or dotted endings; the first transformer block when omitted.
         channel_axis: Axis of the channels in the block's input; found by its size when omitted.
 
     Raises:
@@ -69,7 +69,8 @@ class ConditionedTokens(ConditioningCallback):
         averaging = next((c for c in before if isinstance(c, WeightAveraging)), None)
         if averaging is not None and stage == "fit":
             raise ConfigurationError(
-                f"{type(averaging).__name__} stands before ConditionedTokens in the list of callbacks and would average a copy "
+                f"{type(averaging).__name__} stands before ConditionedTokens in the list of callbacks and would "
+                f"average a copy "
                 f"of the model without it; list ConditionedTokens first"
             )
         super().setup(trainer, pl_module, stage)
@@ -85,7 +86,8 @@ class ConditionedTokens(ConditioningCallback):
     def _say_if_plain(self, pl_module: LightningModule) -> None:
         if not any(token_forwards(pl_module)):
             warnings.warn(
-                "ConditionedTokens changes nothing in this evaluation: the model was not trained with it and no checkpoint "
+                "ConditionedTokens changes nothing in this evaluation: the model was not trained with it and no "
+                "checkpoint "
                 "says otherwise",
                 LitCondWarning,
                 stacklevel=2,

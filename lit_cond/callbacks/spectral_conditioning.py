@@ -10,7 +10,7 @@ from typing_extensions import override
 from lit_cond.callbacks.attach import ConditioningCallback
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LitCondWarning
 from lit_cond.functional.attention import predicted_attention_entropy
-from lit_cond.surgery.apply import existing, refresh_, uncondition_
+from lit_cond.surgery.apply import effective_matrix, refresh_, uncondition_
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.report import format_table, measure_weights, well_conditioned
 from lit_cond.surgery.rules import WeightRule
@@ -23,17 +23,18 @@ _PROBE_TOKENS = 64
 
 
 class SpectralConditioning(ConditioningCallback):
-    """Conditions the query, key and value weights of attention: the forward pass reads `W + strength * C`, W is trained.
+    """Conditions the query, key and value weights of attention.
 
-    C is computed once, when `fit` starts. Checkpoints, and the model when `fit` has ended, hold the effective weight under
-    its plain name, so a plain model loads them and computes the same; resuming is exact.
+    The forward pass reads `W + strength * C`, and W is trained.
+    C is computed once, when `fit` starts. Checkpoints, and the model when `fit` has ended, hold the effective weight
+    under its plain name, so a plain model loads them and computes the same; resuming is exact.
 
     Source: Saratchandran & Lucey, Spectral Conditioning of Attention, NeurIPS 2025.
 
     Args:
         correction: "spectral": every singular value of W grows by `scale` (Theorem 3.5: condition number at most 2 with
-            scale "spectral"). "identity": the rectangular identity times `scale`, the paper's practical variant (its scale
-            is 10, at which the softmax is saturated at initialisation; you are warned).
+            scale "spectral"). "identity": the rectangular identity times `scale`, the paper's practical variant (its
+            scale is 10, at which the softmax is saturated at initialisation; you are warned).
         scale: Size of C: a number, or "spectral" for the largest singular value of W.
         strength: Multiplier of C, >= 0, dimensionless; a `StrengthSchedule` moves it.
         granularity: One C for the whole matrix or one for each head's rows.
@@ -91,16 +92,9 @@ class SpectralConditioning(ConditioningCallback):
         """Compute the corrections anew where the interval asks for it."""
         step, every = trainer.global_step, self.refresh_every_n_steps
         if every is not None and step > 0 and step % every == 0 and step != self._refreshed_at:
+            # Needs no state: after a resume at this very step the raw weights, and so C, are the same again.
             refresh_(pl_module, self.rule)
             self._refreshed_at = step
-
-    @override
-    def state_dict(self) -> dict[str, Any]:
-        return {"refreshed_at": self._refreshed_at}
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._refreshed_at = state_dict["refreshed_at"]
 
     @override
     def describe(self, pl_module: LightningModule) -> str:
@@ -117,7 +111,8 @@ class SpectralConditioning(ConditioningCallback):
             return
         uncondition_(pl_module, rule)
         raise AlreadyConditionedError(
-            f"the weights are well conditioned before any correction (median condition number {median:.3g}): a conditioned "
+            f"the weights are well conditioned before any correction (median condition number {median:.3g}): a "
+            f"conditioned "
             f"checkpoint loaded as a plain one? Resume with fit(ckpt_path=...) or lit_cond.load_checkpoint, or set "
             f"allow_conditioned=True to correct them all the same"
         )
@@ -125,20 +120,15 @@ class SpectralConditioning(ConditioningCallback):
     def _warn_if_saturated(self, pl_module: LightningModule) -> None:
         parts = []
         for site in find_attention(pl_module, self.rule.include, self.rule.exclude):
-            weights = [existing(site.views[r].module, site.views[r].tensor_name) for r in ("query", "key")]
-            if site.kind != "self" or not site.num_heads or None in weights:
+            if site.kind != "self" or not site.num_heads:
                 continue
-            query, key = (
-                site.views[r].layout.matrix(w.current_effective).float()
-                for r, w in zip(("query", "key"), weights, strict=True)
-                if w is not None
-            )
-            parts.append(
-                predicted_attention_entropy(query, key, site.num_heads, num_tokens=_PROBE_TOKENS) / math.log(_PROBE_TOKENS)
-            )
+            query, key = (effective_matrix(site.views[role]).float() for role in ("query", "key"))
+            entropy = predicted_attention_entropy(query, key, site.num_heads, num_tokens=_PROBE_TOKENS)
+            parts.append(entropy / math.log(_PROBE_TOKENS))
         if parts and min(parts) < _COLLAPSED:
             warnings.warn(
-                f"the softmax will be saturated: predicted attention entropy {min(parts):.2f} of uniform at initialisation "
+                f"the softmax will be saturated: predicted attention entropy {min(parts):.2f} of uniform at "
+                f"initialisation "
                 f"(LayerNorm'd Gaussian tokens); lower `scale` or `strength`, or ramp it up with StrengthSchedule",
                 LitCondWarning,
                 stacklevel=2,

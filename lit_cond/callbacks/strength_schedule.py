@@ -22,8 +22,9 @@ class StrengthSchedule(Callback):
     Logs `cond/strength` (dimensionless). All schedules but "measured" are functions of the step alone.
 
     Args:
-        schedule: "constant" (`end` from the first step), "linear", "cosine" or "step" (four levels) from `start` to `end`,
-            "warmup_hold" (linear over the first tenth, then `end`), or "measured": hold a logged quantity at `target`.
+        schedule: "constant" (`end` from the first step), "linear", "cosine" or "step" (four levels) from `start` to
+            `end`, "warmup_hold" (linear over the first tenth, then `end`), or "measured": hold a logged quantity at
+            `target`.
         start: Strength at step 0.
         end: Strength after `num_steps`; the upper limit of "measured".
         num_steps: Length in optimizer steps; the whole training when omitted.
@@ -109,7 +110,8 @@ class StrengthSchedule(Callback):
         """
         if not strengths(pl_module, self.applies_to):
             raise ConfigurationError(
-                f"StrengthSchedule(applies_to={self.applies_to!r}) finds no correction to move; add SpectralConditioning or "
+                f"StrengthSchedule(applies_to={self.applies_to!r}) finds no correction to move; add "
+                f"SpectralConditioning or "
                 f"ConditionedTokens to the callbacks"
             )
 

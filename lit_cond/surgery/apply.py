@@ -16,13 +16,22 @@ from lit_cond.surgery.find import find_attention, find_token_sites
 from lit_cond.surgery.rules import Rule, TokenRule, WeightRule
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, Role, WeightView
 from lit_cond.surgery.tokens import TokenForward, attach_tokens, detach_tokens, token_forwards
-from lit_cond.surgery.weights import ConditionedWeight, Term, attach, conditioned_weight, conditioned_weights, detach, forget
+from lit_cond.surgery.weights import (
+    ConditionedWeight,
+    Term,
+    attach,
+    conditioned_weight,
+    conditioned_weights,
+    detach,
+    forget,
+)
 
 __all__ = [
     "AppliesTo",
     "bake_",
     "compute_correction",
     "condition_",
+    "effective_matrix",
     "effective_state_dict",
     "fold_",
     "refresh_",
@@ -67,7 +76,9 @@ def _condition_tokens(model: nn.Module, rule: TokenRule) -> None:
     present = {forward.module for _, forward in token_forwards(model)}
     for site in sites:
         if site.module in present:
-            raise AlreadyConditionedError(f"the tokens at '{site.name}' are conditioned already; call uncondition_ first")
+            raise AlreadyConditionedError(
+                f"the tokens at '{site.name}' are conditioned already; call uncondition_ first"
+            )
     for site in sites:
         attach_tokens(site, rule)
 
@@ -103,11 +114,18 @@ def existing(owner: nn.Module, tensor_name: str) -> ConditionedWeight | None:
     return next((weight for name, weight in conditioned_weights(owner) if name == tensor_name), None)
 
 
+def effective_matrix(view: WeightView) -> Tensor:
+    """Return a projection (rows, in_features) as the forward pass reads it, corrected or not."""
+    weight = existing(view.module, view.tensor_name)
+    return view.layout.matrix(view.parameter.detach() if weight is None else weight.current_effective)
+
+
 def _term(group: list[_Target], rule: WeightRule, strength: Tensor) -> Term:
     parameter = group[0].view.parameter.detach()
     if parameter.is_meta:
         raise ConfigurationError(
-            f"the weights of '{group[0].site.name}' are on the meta device; materialise the model before conditioning it"
+            f"the weights of '{group[0].site.name}' are on the meta device; materialise the model before "
+            f"conditioning it"
         )
     # Tied weights show the same matrix at several sites.
     blocks = list(dict.fromkeys((target.view.layout, _num_blocks(target, rule)) for target in group))
@@ -138,7 +156,8 @@ def _num_blocks(target: _Target, rule: WeightRule) -> int:
     heads = target.site.heads(target.role)
     if heads is None:
         raise ConfigurationError(
-            f"'{target.site.name}' does not say how many {target.role} heads it has; use granularity='matrix' or give the "
+            f"'{target.site.name}' does not say how many {target.role} heads it has; use granularity='matrix' or "
+            f"give the "
             f"module a `num_heads` attribute"
         )
     return heads
@@ -167,7 +186,8 @@ def _check_owners(group: list[_Target], places: list[tuple[nn.Module, str]]) -> 
     selected = {target.view.module for target in group}
     if any(owner not in selected for owner, _ in places):
         raise ConfigurationError(
-            f"a weight of '{group[0].site.name}' is shared with a module that is not selected; select all modules that share "
+            f"a weight of '{group[0].site.name}' is shared with a module that is not selected; select all modules "
+            f"that share "
             f"it, or none"
         )
 
@@ -175,11 +195,14 @@ def _check_owners(group: list[_Target], places: list[tuple[nn.Module, str]]) -> 
 def _check_free(weight: ConditionedWeight, term: Term, name: str) -> None:
     if weight.baked:
         raise AlreadyConditionedError(
-            f"'{name}' carries the correction of an earlier fit in its weights; call fold_ to keep it or uncondition_ to take "
+            f"'{name}' carries the correction of an earlier fit in its weights; call fold_ to keep it or "
+            f"uncondition_ to take "
             f"it back first"
         )
     if any(torch.isin(other.rows, term.rows).any() for other in weight.terms):
-        raise AlreadyConditionedError(f"'{name}' is conditioned already by another rule; one correction for each weight")
+        raise AlreadyConditionedError(
+            f"'{name}' is conditioned already by another rule; one correction for each weight"
+        )
 
 
 def _groups(model: nn.Module) -> Iterator[list[ConditionedWeight]]:

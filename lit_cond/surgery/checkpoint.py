@@ -1,9 +1,9 @@
 """Converting state dicts between what is trained (raw) and what is computed (effective), exactly in both directions.
 
-A checkpoint holds effective weights under plain names, so that a plain model loads it and computes the same. Beside them
-it holds a record: the settings, the strength, and, where training shall go on, C and the exact raw entries wherever C is
-not zero (elsewhere raw and effective are equal). The record holds tensors and plain values only: `weights_only=True`
-loads it.
+A checkpoint holds effective weights under plain names, so that a plain model loads it and computes the same. Beside
+them it holds a record: the settings, the strength, and, where training shall go on, C and the exact raw entries
+wherever C is not zero (elsewhere raw and effective are equal). The record holds tensors and plain values only:
+`weights_only=True` loads it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ def _pack(values: Tensor, where: Tensor) -> dict[str, Tensor]:
 
 
 def _unpack(packed: Mapping[str, Tensor], base: Tensor) -> Tensor:
-    """Return `base` with the stored entries in their places."""
+    """Return `base` with the stored entries in their places, in the stored dtype and on the device of `base`."""
     if "dense" in packed:
         return packed["dense"].to(base.device).clone()
-    full = base.flatten().clone()
-    full[packed["index"].to(base.device)] = packed["values"].to(full)
+    values = packed["values"].to(base.device)
+    full = base.to(values.dtype).flatten().clone()
+    full[packed["index"].to(base.device)] = values
     return full.view_as(base)
 
 
@@ -100,7 +101,8 @@ def _raw_in(weight: ConditionedWeight, value: Tensor, name: str) -> Tensor:
     if weight.raw is not None and torch.equal(value, weight.raw.to(value.device)):
         return value
     raise CheckpointMismatchError(
-        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save while `fit` runs, or "
+        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save while `fit` "
+        f"runs, or "
         f"call lit_cond.surgery.fold_ on the model first"
     )
 
@@ -125,7 +127,8 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     state: dict[str, Any] | None = checkpoint.get("state_dict")
     if state is not None:
         state = checkpoint["state_dict"] = copy.copy(state)
-    plain, changed = [], []
+    plain: list[str] = []
+    changed: list[str] = []
     for name, weight in conditioned_weights(model):
         if state is not None and name not in state:
             continue
@@ -149,7 +152,8 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
                 term.correction = compute_correction(term.rule, term.blocks, raw.to(weight.parameter.device))
     if plain:
         _warn(
-            f"the checkpoint was made without a correction of {len(plain)} weights ('{plain[0]}', ...): they are taken as "
+            f"the checkpoint was made without a correction of {len(plain)} weights ('{plain[0]}', ...): they are "
+            f"taken as "
             f"raw weights and corrected from here on"
         )
     if changed:
@@ -175,8 +179,7 @@ def _take_over(
         changed.append(name)
         return raw
     for term, stored in zip(weight.terms, saved, strict=True):
-        like = torch.zeros_like(term.correction)
-        term.correction = _unpack(stored["correction"], like).to(like)
+        term.correction = _unpack(stored["correction"], torch.zeros_like(term.correction))
         term.strength.fill_(stored["strength"])
     return raw
 
@@ -196,7 +199,8 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
     present = dict(token_forwards(model))
     for name in present.keys() - saved.keys():
         raise CheckpointMismatchError(
-            f"the model corrects the tokens at '{name}' and the checkpoint was made without; load its weights into the plain "
+            f"the model corrects the tokens at '{name}' and the checkpoint was made without; load its weights "
+            f"into the plain "
             f"model (load_from_checkpoint), then call fit without ckpt_path"
         )
     for name, entry in saved.items():
@@ -240,9 +244,7 @@ def attach_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
         zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
         for saved in entry["terms"]:
             rule = WeightRule(**{**saved["rule"], "strength": saved["strength"]})
-            blocks = [
-                (MatrixLayout(RowSet(*numbers[:4]), bool(numbers[4])), numbers[5]) for numbers in saved["blocks"]
-            ]
+            blocks = [(MatrixLayout(RowSet(*numbers[:4]), bool(numbers[4])), numbers[5]) for numbers in saved["blocks"]]
             correction = _unpack(saved["correction"], zeros)
             weight.terms.append(Term(rule, blocks, correction, torch.tensor(saved["strength"])))
         weight.raw = _unpack(entry["raw"], parameter.detach())

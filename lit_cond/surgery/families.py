@@ -1,7 +1,8 @@
 """The registry of attention layouts: how each family of modules stores its query, key and value weights.
 
-A family is a function `(module) -> AttentionSite | None`. It answers None for a module that is not of its kind and raises
-`UnknownAttentionError` for one that is, in a form it does not understand. Fused weights are never cut into thirds on
+A family is a function `(module) -> AttentionSite | None`. It answers None for a module that is not of its kind and
+raises `UnknownAttentionError` for one that is, in a form it does not understand. Fused weights are never cut into
+thirds on
 suspicion: a class is listed in `FUSED` after its layout was checked, or declared by `register_fused`.
 """
 
@@ -88,7 +89,18 @@ FUSED: dict[str, FusedLayout] = {
     "torchvision.models.video.mvit.MultiscaleAttention": _BLOCK,
 }
 
-_FUSED_NAMES = ("qkv", "to_qkv", "Wqkv", "qkv_proj", "query_key_value", "c_attn", "in_proj", "in_proj_qkv", "kv", "qk")
+_FUSED_NAMES = (
+    "qkv",
+    "to_qkv",
+    "Wqkv",
+    "qkv_proj",
+    "query_key_value",
+    "c_attn",
+    "in_proj",
+    "in_proj_qkv",
+    "kv",
+    "qk",
+)
 
 
 def class_path(module: nn.Module) -> str:
@@ -180,14 +192,10 @@ def _multihead_attention(module: nn.Module) -> AttentionSite | None:
         return None
     width = module.embed_dim
     if module.in_proj_weight is not None:
-        views = {
-            role: _view(module, RowSet.span(i * width, width), "in_proj_weight") for i, role in enumerate(ROLES)
-        }
+        views = {role: _view(module, RowSet.span(i * width, width), "in_proj_weight") for i, role in enumerate(ROLES)}
     else:
         views = {role: _view(module, RowSet.span(0, width), f"{role[0]}_proj_weight") for role in ROLES}
-    return AttentionSite(
-        "", module, views, module.num_heads, module.num_heads, batch_first=bool(module.batch_first)
-    )
+    return AttentionSite("", module, views, module.num_heads, module.num_heads, batch_first=bool(module.batch_first))
 
 
 @register_family("transformers Conv1D")
@@ -241,7 +249,8 @@ def _separate(module: nn.Module) -> AttentionSite | None:
         head_width = q_rows // heads
     if heads is not None and head_width is not None and q_rows != heads * head_width:
         raise _unknown(
-            module, f"'{names[0]}' has {q_rows} rows where {heads} heads of {head_width} need {heads * head_width}"
+            module,
+            f"'{names[0]}' has {q_rows} rows where {heads} heads of {head_width} need {heads * head_width}",
         )
     kv_heads = _first_int(module, _KV_HEAD_COUNTS)
     if kv_heads is None and head_width is not None and k_rows % head_width == 0:
@@ -251,9 +260,7 @@ def _separate(module: nn.Module) -> AttentionSite | None:
         for role, n, rows in zip(ROLES, names, (q_rows, k_rows, v_rows), strict=True)
     }
     crossed = "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False) is True
-    return AttentionSite(
-        "", module, views, heads, kv_heads, "cross" if crossed else "self", _is_causal(module)
-    )
+    return AttentionSite("", module, views, heads, kv_heads, "cross" if crossed else "self", _is_causal(module))
 
 
 def describe(module: nn.Module) -> AttentionSite | None:
@@ -277,7 +284,7 @@ def suspicion(module: nn.Module) -> str | None:
         if weight is not None and name not in ("in_proj", "kv", "qk"):
             return f"the row layout of its fused '{name}' {tuple(weight.shape)} is not known"
     cls = type(module).__name__.lower()
-    own = [n for n, c in children.items() if getattr(c, "weight", None) is not None and getattr(c, "weight").ndim >= 2]
+    own = [n for n, c in children.items() if isinstance(w := getattr(c, "weight", None), torch.Tensor) and w.ndim >= 2]
     if ("attention" in cls or "attn" in cls) and len(own) >= 2:
         return f"the roles of its weights {own} are not known"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -42,7 +43,8 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
     Args:
         model: Any module.
         include: Which layers to take, by the name of the attention module or of a module that owns one of its weights:
-            a string is a regular expression matched in full, a list holds exact names or dotted endings. None takes all.
+            a string is a regular expression matched in full, a list holds exact names or dotted endings. None takes
+            all.
         exclude: Which layers to leave out, in the same grammar.
 
     Raises:
@@ -62,7 +64,8 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
                 if reason is None or _holds_known(module):
                     continue
                 raise UnknownAttentionError(
-                    f"{type(module).__module__}.{type(module).__qualname__} looks like attention, but {reason}; describe it "
+                    f"{type(module).__module__}.{type(module).__qualname__} looks like attention, but {reason}; "
+                    f"describe it "
                     f"with lit_cond.surgery.register_fused / register_family, or leave it out with `exclude`"
                 )
         except UnknownAttentionError as error:
@@ -72,9 +75,9 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
         found.append(replace(site, name=name, owner_names=owners))
     wanted = [s for s in found if include is None or matches(include, _aliases(s))]
     wanted = [s for s in wanted if not matches(exclude, _aliases(s))]
-    for name, error in unknown:
+    for name, problem in unknown:
         if include is None or matches(include, [name]):
-            raise UnknownAttentionError(f"'{name}': {error}")
+            raise UnknownAttentionError(f"'{name}': {problem}")
     if not wanted:
         raise nothing_matched("attention layers", include, exclude, [s.name for s in found])
     return wanted
@@ -114,12 +117,13 @@ def find_token_sites(model: nn.Module, include: Pattern = None) -> list[TokenSit
         prefixes = [".".join(path[:i]) for i in range(len(path) + 1)]
         inside = [
             prefix
-            for outer, prefix in zip(prefixes, prefixes[1:], strict=False)
+            for outer, prefix in itertools.pairwise(prefixes)
             if isinstance(modules[outer], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         ]
         if not inside or isinstance(modules[inside[-1]], nn.MultiheadAttention):
             raise NoMatchingTargetError(
-                f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens enter is not "
+                f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens "
+                f"enter is not "
                 f"known; name the block with `include`"
             )
         chosen = [inside[-1]]

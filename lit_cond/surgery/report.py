@@ -51,7 +51,7 @@ class WeightReport:
 
 
 def spectra(matrices: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
-    """Return the condition number and the singular values of each matrix; those of one shape are decomposed together."""
+    """Return the condition number and the singular values of each matrix, those of one shape in one go."""
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[tuple(matrix.shape)].append(index)
@@ -66,7 +66,11 @@ def spectra(matrices: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
 
 @torch.no_grad()
 def measure_weights(
-    model: nn.Module, include: Pattern = None, exclude: Pattern = None, *, sites: Iterable[AttentionSite] | None = None
+    model: nn.Module,
+    include: Pattern = None,
+    exclude: Pattern = None,
+    *,
+    sites: Iterable[AttentionSite] | None = None,
 ) -> list[WeightReport]:
     """Return the condition numbers of the query, key and value matrices of a model.
 
@@ -146,5 +150,6 @@ def format_table(reports: Sequence[WeightReport]) -> str:
     ]
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in (header, *rows)
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
     )

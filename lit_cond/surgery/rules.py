@@ -50,9 +50,9 @@ class WeightRule:
     Source: Saratchandran & Lucey, Spectral Conditioning of Attention, NeurIPS 2025.
 
     Args:
-        correction: `"spectral"`: C is `scale` times the polar factor of W, so that every singular value grows by `scale`
-            (Theorem 3.5: condition number at most 2 with scale `"spectral"`). `"identity"`: C is `scale` times the
-            rectangular identity, the practical variant (the paper's scale is 10).
+        correction: `"spectral"`: C is `scale` times the polar factor of W, so that every singular value grows by
+            `scale` (Theorem 3.5: condition number at most 2 with scale `"spectral"`). `"identity"`: C is `scale`
+            times the rectangular identity, the practical variant (the paper's scale is 10).
         scale: Size of C: a number, or `"spectral"` for the largest singular value of W.
         strength: The multiplier that a schedule moves, >= 0.
         granularity: Whether one C is made for the whole projection matrix or one for each head's rows. The paper does

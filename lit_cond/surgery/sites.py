@@ -15,7 +15,17 @@ from torch import Tensor, nn
 
 from lit_cond.errors import LostTargetError
 
-__all__ = ["ROLES", "AttentionSite", "Kind", "MatrixLayout", "Role", "RowSet", "WeightView", "clean_name", "own_parameter"]
+__all__ = [
+    "ROLES",
+    "AttentionSite",
+    "Kind",
+    "MatrixLayout",
+    "Role",
+    "RowSet",
+    "WeightView",
+    "clean_name",
+    "own_parameter",
+]
 
 Role = Literal["query", "key", "value"]
 Kind = Literal["self", "cross", "channel"]
@@ -33,7 +43,8 @@ def clean_name(name: str) -> str:
 class RowSet:
     """Output channels `offset + i * period + j` for `i < count`, `j < block`.
 
-    One range (a whole matrix, a third of a fused one) has `count == 1`; rows interleaved per head have one block a head.
+    One range (a whole matrix, a third of a fused one) has `count == 1`; rows interleaved per head have one block a
+    head.
 
     Args:
         offset: First row.

@@ -1,7 +1,8 @@
 """Correcting embedded tokens where they enter the first block: `X -> X + strength * C(X)`.
 
-The correction depends on the input, so it can not fold into weights. Its presence shows as one extra entry of the block's
-`state_dict` (the strength, under `conditioned_tokens`), which makes a strict load into a plain model fail by name.
+The correction depends on the input, so it can not fold into weights. Its presence shows as one extra entry of the
+block's `state_dict` (the strength, under `conditioned_tokens`), which makes a strict load into a plain model fail by
+name.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class TokenForward(InstanceForward):
         last = tokens.ndim - 1
         if tokens.ndim == 4 and tokens.shape[1] == tokens.shape[3] == self.width:
             raise ConfigurationError(
-                f"axes 1 and 3 of the tokens {tuple(tokens.shape)} at '{self.name}' could both be the channels; say which "
+                f"axes 1 and 3 of the tokens {tuple(tokens.shape)} at '{self.name}' could both be the channels; "
+                f"say which "
                 f"with `channel_axis`"
             )
         if tokens.shape[last] == self.width:
@@ -143,7 +145,8 @@ class TokenForward(InstanceForward):
         if tokens.ndim >= 3 and tokens.shape[1] == self.width:
             return 1
         raise ConfigurationError(
-            f"no axis of the tokens {tuple(tokens.shape)} at '{self.name}' is known to hold the {self.width} channels; say "
+            f"no axis of the tokens {tuple(tokens.shape)} at '{self.name}' is known to hold the {self.width} "
+            f"channels; say "
             f"which with `channel_axis`"
         )
 
@@ -227,8 +230,8 @@ def attach_tokens(site: TokenSite, rule: TokenRule) -> TokenForward:
             install(counter)
             forward.counters.append(counter)
     forward.handles = [
-        site.module.register_state_dict_post_hook(_SaveStrength(forward)),
-        site.module.register_load_state_dict_pre_hook(_LoadStrength(forward)),
+        site.module.register_state_dict_post_hook(_SaveStrength(forward)),  # type: ignore[no-untyped-call]
+        site.module.register_load_state_dict_pre_hook(_LoadStrength(forward)),  # type: ignore[no-untyped-call]
         site.module.register_forward_pre_hook(_no_operation),
     ]
     return forward

@@ -1,9 +1,9 @@
 """A weight that is trained as W while the forward pass reads W + sum_i strength_i * C_i: the scoped forward.
 
 Inside the forward of its readers, and only there, the corrected tensor shadows the parameter in the owner's `__dict__`.
-Outside, `owner.weight` is the ordinary parameter: optimizers, initialisers, `state_dict`, DDP and EMA see what they saw.
-A weight is *live* while its readers are wrapped, and *baked* when the parameter itself holds the corrected value and the
-exact raw one is kept beside it, so that training can go on as if nothing had happened.
+Outside, `owner.weight` is the ordinary parameter: optimizers, initialisers, `state_dict`, DDP and EMA see what they
+saw. A weight is *live* while its readers are wrapped, and *baked* when the parameter itself holds the corrected value
+and the exact raw one is kept beside it, so that training can go on as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -45,7 +45,11 @@ class Term:
     """
 
     def __init__(
-        self, rule: WeightRule, blocks: Sequence[tuple[MatrixLayout, int]], correction: Tensor, strength: Tensor
+        self,
+        rule: WeightRule,
+        blocks: Sequence[tuple[MatrixLayout, int]],
+        correction: Tensor,
+        strength: Tensor,
     ) -> None:
         self.rule = rule
         self.blocks = tuple(blocks)
@@ -210,7 +214,7 @@ def forget(weight: ConditionedWeight) -> None:
 
 
 def attach(weight: ConditionedWeight, readers: list[nn.Module]) -> None:
-    """Make readers see the effective weight: the owner (when it is called) and its parent (when it reads the weight)."""
+    """Make readers see the effective weight: the owner, for when it is called, and parents that read the weight."""
     weight.readers = readers
     for reader in readers:
         scope = next(wrappers(reader, ScopedForward), None)
@@ -232,7 +236,7 @@ def detach(weight: ConditionedWeight) -> None:
 
 
 def is_attached(weight: ConditionedWeight, model: nn.Module) -> bool:
-    """Say whether a live weight is still where it was put: its readers in the model, wrapped, its parameter in place."""
+    """Say whether a live weight is where it was put: its readers in the model and wrapped, its parameter in place."""
     present = set(model.modules())
     return (
         weight.owner in present
