@@ -31,7 +31,7 @@ from lit_cond.callbacks import (
 )
 from lit_cond.cli_errors import explain
 from lit_cond.cli_report import Vocabulary
-from lit_cond.cli_resume import KeepGivenOptions, checked_path, differences, saved_arguments
+from lit_cond.cli_resume import CHECKPOINT_DECIDES, KeepGivenOptions, checked_path, differences, saved_arguments
 from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
 from lit_cond.summary import finish_fit
 
@@ -145,9 +145,12 @@ class LitCondCLI(LightningCLI):
 
     def _merge_saved(self, parser: LightningArgumentParser, command: str, saved: dict[str, Any]) -> None:
         model = self.config[command]["model"]
-        accepted = set(model.get("init_args", {}).keys()) if model.get("init_args") else set()
+        accepted = vars(model["init_args"]) if model.get("init_args") else {}
         given = self.given["model"].get("init_args") or {}
-        written = given.as_dict() if hasattr(given, "as_dict") else dict(given)
+        written = given.as_dict() if isinstance(given, Namespace) else dict(given)
+        for key in CHECKPOINT_DECIDES:
+            if key in saved:
+                written.pop(key, None)
         changed = differences(written, saved)
         if changed:
             listed = ", ".join(f"{key} = {new!r} (not {old!r})" for key, (new, old) in changed.items())

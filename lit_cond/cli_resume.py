@@ -20,7 +20,10 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from lit_cond.errors import ConfigurationError, LitCondWarning
 
-__all__ = ["KeepGivenOptions", "checked_path", "differences", "saved_arguments"]
+__all__ = ["CHECKPOINT_DECIDES", "KeepGivenOptions", "checked_path", "differences", "saved_arguments"]
+
+CHECKPOINT_DECIDES = ("pretrained",)
+"""Arguments that the checkpoint decides: its weights replace trained ones, which need not be fetched again."""
 
 _KEYWORDS = ("best", "last", "hpc", "registry")
 

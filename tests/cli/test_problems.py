@@ -76,6 +76,13 @@ def test_c2_learning_rate_of_a_closed_schedule_is_said_not_to_be_in_force(config
             "--ckpt_path", last_checkpoint(first))  # fmt: skip
 
 
+def test_c2_weights_of_the_checkpoint_are_not_fetched_again(config, monkeypatch):
+    path = last_checkpoint(fit("--config", config, "--test_after_fit=false"))
+    monkeypatch.setattr("socket.socket", None)  # no network
+    cli = LitCondCLI(["test", "--config", config, "--ckpt_path", path, "--model.init_args.pretrained=true"])
+    assert cli.model.hparams.pretrained is False
+
+
 def test_c2_checkpoint_written_in_python(config):
     first = fit("--config", config, "--test_after_fit=false", "--model.init_args.label_smoothing=0.3")
     checkpoint = torch.load(last_checkpoint(first), weights_only=True)
