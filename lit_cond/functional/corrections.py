@@ -11,11 +11,11 @@ from torch import Tensor
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional.polar import (
     PolarBackend,
-    _require_finite,
-    _require_matrix,
     at_least_float32,
     largest_singular_value,
     polar_factor,
+    require_finite,
+    require_matrix,
 )
 
 __all__ = ["identity_correction", "spectral_correction"]
@@ -96,7 +96,7 @@ def check_scale(scale: float | str) -> None:
 
 
 def _blocks(w: Tensor, scale: float | str, num_blocks: int) -> Tensor:
-    _require_matrix(w)
+    require_matrix(w)
     check_scale(scale)
     rows, columns = w.shape[-2:]
     if num_blocks < 1 or rows % num_blocks:
@@ -112,6 +112,6 @@ def _factor(blocks: Tensor, scale: float | Literal["spectral"], backend: PolarBa
         return blocks.new_full((1, 1, 1), float(scale))
     if blocks.numel() == 0:
         return blocks.new_zeros((1, 1, 1))
-    _require_finite(blocks)
+    require_finite(blocks)
     with torch.autocast(blocks.device.type, enabled=False):
         return largest_singular_value(blocks, backend)[..., None, None]

@@ -68,8 +68,8 @@ def polar_factor(w: Tensor, backend: PolarBackend = "svd", num_steps: int = DEFA
         ConfigurationError: ``w`` is not a real floating-point matrix or holds a non-finite entry, or an
             option is unknown.
     """
-    _require_matrix(w)
-    _require_finite(w)
+    require_matrix(w)
+    require_finite(w)
     if backend not in ("svd", "products"):
         raise ConfigurationError(f"backend={backend!r} is unknown; choose 'svd' or 'products'.")
     if num_steps < 1:
@@ -163,6 +163,8 @@ def dominant_vector(gram: Tensor) -> Tensor:
 class _PolarGradient(torch.autograd.Function):
     """Hands a polar factor through and differentiates it with respect to the matrix it came from."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(w: Tensor, polar: Tensor, u: Tensor, s: Tensor, v: Tensor, tolerance: float) -> Tensor:
         return polar.clone()
@@ -224,7 +226,8 @@ def _positive(x: Tensor) -> Tensor:
     return torch.where(x > 0, x, 1)
 
 
-def _require_matrix(w: Tensor) -> None:
+def require_matrix(w: Tensor) -> None:
+    """Raise unless ``w`` is a matrix or a batch of them in a floating-point type."""
     if w.ndim < 2 or not w.is_floating_point():
         raise ConfigurationError(
             f"A tensor of shape {tuple(w.shape)} and type {w.dtype} is no real matrix; "
@@ -232,7 +235,8 @@ def _require_matrix(w: Tensor) -> None:
         )
 
 
-def _require_finite(w: Tensor) -> None:
+def require_finite(w: Tensor) -> None:
+    """Raise if ``w`` holds a NaN or an infinity."""
     bad = int((~torch.isfinite(w)).sum())
     if bad:
         raise ConfigurationError(

@@ -5,7 +5,7 @@ import torch
 from torch.linalg import LinAlgError
 
 from lit_cond.errors import ConfigurationError
-from lit_cond.functional import condition_number, singular_values
+from lit_cond.functional import condition_number, condition_of_spectrum, singular_values
 
 INF, NAN = float("inf"), float("nan")
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -153,6 +153,17 @@ def test_d3_no_convergence_at_all_is_nan_for_that_matrix_only(monkeypatch):
     fails(monkeypatch, "eigvalsh", lambda a: a.shape[0] > 1 or bool(a[0, 0, 0] - a[0, 1, 1] > 0.9))
     batch = torch.stack([hopeless, torch.eye(2, dtype=torch.float64)])
     torch.testing.assert_close(condition_number(batch), torch.tensor([NAN, 1.0], dtype=torch.float64), equal_nan=True)
+
+
+def test_condition_of_a_known_spectrum_follows_the_same_rule():
+    values = torch.tensor([[1.0, 0.5], [1.0, 1e-7], [0.0, 0.0], [NAN, NAN]], dtype=torch.float64)
+    expected = torch.tensor([2.0, INF, INF, NAN], dtype=torch.float64)
+    found = condition_of_spectrum(values, (4, 2, 2), torch.float32)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    expected[1] = 1e7
+    found = condition_of_spectrum(values, (4, 2, 2), torch.float64)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert condition_of_spectrum(torch.zeros(3, 0), (3, 0, 2), torch.float32).isnan().all()
 
 
 def test_batch_dimensions_are_kept():

@@ -2,6 +2,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.linalg import LinAlgError
 
@@ -225,6 +227,17 @@ def test_gradient_with_repeated_tokens_does_not_explode(backend):
     assert x.grad.abs().max() < 1e4
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_function_transforms(backend):
+    def loss(x: Tensor) -> Tensor:
+        return (token_correction(x[None], backend=backend) ** 3).sum()
+
+    x = tokens(3, 5, 7, kappa=10).requires_grad_()
+    (token_correction(x, backend=backend) ** 3).sum().backward()
+    per_sample = torch.func.vmap(torch.func.grad(loss))(x.detach())
+    torch.testing.assert_close(per_sample, x.grad, rtol=1e-9, atol=1e-6)
+
+
 def test_detached_input_gives_a_constant():
     x = tokens(1, 5, 7).requires_grad_()
     assert not token_correction(x.detach()).requires_grad
@@ -264,6 +277,27 @@ def test_prefix_safe_identity_survives_a_later_nan():
     x = torch.zeros(1, 3, 4)
     x[0, 2, 0] = float("nan")
     assert torch.equal(token_correction(x, None, "identity", 1.0)[0], torch.eye(3, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 9), st.integers(1, 9)),
+    seed=st.integers(0, 10**6),
+    backend=st.sampled_from(BACKENDS),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
+)
+def test_any_mask_and_any_shape(shape, seed, backend, dtype):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator).to(dtype)
+    mask = torch.rand(shape[:2], generator=generator) < 0.7
+    correction = token_correction(x, mask, backend=backend)
+    assert (correction[~mask] == 0).all()
+    for sample, rows, change in zip(x, mask, correction, strict=True):
+        valid, added = sample[rows].to(correction.dtype), change[rows]
+        before = torch.linalg.svdvals(valid.double())
+        if before.numel() and before[-1] * 1e4 > before[0]:
+            assert kappa(valid + added) <= 2.001
+            torch.testing.assert_close(added, token_correction(valid[None], backend="svd")[0], rtol=0, atol=1e-2)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 7), (2, 0, 7), (2, 5, 0)])
