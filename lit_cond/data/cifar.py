@@ -48,7 +48,7 @@ class CIFARDataModule(ImageDataModule):
         batch_size: int = 128,
         image_size: int = 32,
         augmentation: Augmentation | None = Augmentation(  # noqa: B008  # jsonargparse reads the default
-            crop_scale=None, crop_padding=4, color_jitter=0.0
+            crop_scale=None, crop_padding=4
         ),
         val_size: int = 5000,
         split_seed: int = 0,

@@ -190,9 +190,11 @@ def _batch_mixing(num_classes: int, mixup_alpha: float, cutmix_alpha: float) -> 
         from torchvision.transforms import v2
 
     mixers = []
-    if mixup_alpha:
-        mixers.append(v2.MixUp(alpha=mixup_alpha, num_classes=num_classes))
-    if cutmix_alpha:
-        mixers.append(v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes))
+    # Each holds a distribution on the CPU, also where the model is built on another device or on none (meta).
+    with torch.device("cpu"):
+        if mixup_alpha:
+            mixers.append(v2.MixUp(alpha=mixup_alpha, num_classes=num_classes))
+        if cutmix_alpha:
+            mixers.append(v2.CutMix(alpha=cutmix_alpha, num_classes=num_classes))
     mixing: nn.Module = mixers[0] if len(mixers) == 1 else v2.RandomChoice(mixers)
     return mixing

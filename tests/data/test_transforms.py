@@ -45,7 +45,7 @@ def test_training_without_augmentation_is_evaluation_without_margin():
         {"crop_scale": (0.1, 0.5)},
         {"crop_padding": 4},
         {"horizontal_flip": 1.0},
-        {"rand_augment_ops": 2},
+        {"rand_augment_ops": 2, "rand_augment_prob": 1.0},
         {"color_jitter": 0.5},
         {"random_erasing": 1.0},
     ],
@@ -58,6 +58,21 @@ def test_each_item_alone_changes_the_image_and_keeps_its_size(only):
     results = [transform(image) for _ in range(8)]
     assert {result.shape for result in results} == {(3, 32, 32)}
     assert any(not torch.equal(result, plain) for result in results)
+
+
+def test_each_operation_of_rand_augment_has_its_chance():
+    torch.manual_seed(0)
+    image = gradient_image(32, 32)
+    plain = training_transform(32, OFF, ZERO, ONE)(image)
+
+    def changed(probability):
+        only = {"rand_augment_ops": 1, "rand_augment_prob": probability}
+        transform = training_transform(32, Augmentation(**(vars(OFF) | only)), ZERO, ONE)
+        return sum(not torch.equal(transform(image), plain) for _ in range(200))
+
+    assert changed(0.0) == 0
+    # Some operations, the identity among them, leave this image as it is.
+    assert 0.35 * changed(1.0) < changed(0.5) < 0.65 * changed(1.0)
 
 
 def test_flip_is_the_mirror_image():
@@ -86,8 +101,9 @@ def test_augmentation_depends_on_the_seed_alone():
         ({"crop_padding": 4}, r"crop_padding is 4 and crop_scale \(0.08, 1.0\): set one of them to 0 or null"),
         ({"horizontal_flip": 1.5}, "horizontal_flip is 1.5: give a chance from 0 to 1"),
         ({"random_erasing": -0.5}, "random_erasing is -0.5: give a chance from 0 to 1"),
-        ({"rand_augment_ops": -1}, "rand_augment_ops is -1 and color_jitter 0.3: give 0 or more"),
+        ({"rand_augment_ops": -1}, "rand_augment_ops is -1 and color_jitter 0.0: give 0 or more"),
         ({"color_jitter": -0.1}, "rand_augment_ops is 2 and color_jitter -0.1: give 0 or more"),
+        ({"rand_augment_prob": 2.0}, "rand_augment_prob is 2.0: give a chance from 0 to 1"),
         ({"rand_augment_magnitude": 31}, "rand_augment_magnitude is 31: give 0 to 30"),
     ],
 )
