@@ -56,7 +56,7 @@ def test_imagenet_models_are_parsed_and_built(key, capsys):
     assert callbacks == ["ModelCheckpoint", "LearningRateMonitor", "EMAWeightAveraging"]
     assert options["trainer"]["precision"] == "bf16-mixed"
     assert options["trainer"]["gradient_clip_val"] > 0
-    assert options["conditioning"]["correction"] == "spectral"
+    assert options["conditioning"]["init_args"]["correction"] == "spectral"
     rate = arguments["backbone_args"]["drop_path_rate"]
     rates = [module.drop_prob for module in task.modules() if type(module).__name__ == "DropPath"]
     assert max(rates) == pytest.approx(rate)
