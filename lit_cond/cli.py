@@ -116,7 +116,8 @@ class LitCondCLI(LightningCLI):
             default=True,
             help="Whether fit tests its best checkpoint at the end, where there is a test set.",
         )
-        parser.link_arguments("data.num_classes", "model.init_args.num_classes", apply_on="instantiate")
+        target = "model.init_args.num_classes"
+        parser.link_arguments("data", target, compute_fn=self._num_classes, apply_on="instantiate")
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and fill what the user has not written from the checkpoint of ``--ckpt_path``."""
@@ -170,20 +171,27 @@ class LitCondCLI(LightningCLI):
             # With a fixed folder an evaluation must not overwrite the configuration of the training run.
             self.save_config_kwargs["config_filename"] = f"config_{self.subcommand}.yaml"
 
-    def after_instantiate_classes(self) -> None:
-        """Check that the user's `num_classes` is that of the data.
+    def _num_classes(self, datamodule: pl.LightningDataModule | None) -> int | None:
+        """Return the number of classes that the model is built for: that of the data, else the given one.
 
         Raises:
-            ConfigurationError: They differ.
+            ConfigurationError: There is none although the model needs it, or the two differ.
         """
-        model = self.given.get("model") or {}
-        wanted = (model.get("init_args") or {}).get("num_classes")
-        found = getattr(self.datamodule, "num_classes", None)
-        if wanted is not None and found is not None and wanted != found:
+        found: int | None = getattr(datamodule, "num_classes", None)
+        options = self.config[self.subcommand]["model"].get("init_args") or {}
+        if "num_classes" not in options:  # a model without classes
+            return found
+        given = self.given["model"].get("init_args") or {}
+        wanted: int | None = given.get("num_classes")
+        if found is None and options["num_classes"] is None:
+            holder = "there is no data module" if datamodule is None else f"{type(datamodule).__name__} has none"
+            raise ConfigurationError(f"model.num_classes is missing, and {holder} to take it from: give a number")
+        if found is not None and wanted is not None and wanted != found:
             raise ConfigurationError(
                 f"model.num_classes is {wanted}, and the data has {found} classes: leave it out, it is taken "
                 "from the data"
             )
+        return options["num_classes"] if found is None else found
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Make the trainer, with the callbacks of the groups before those of `trainer.callbacks`.

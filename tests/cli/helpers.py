@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import yaml
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningDataModule
+
+from tests.tiny import make_loader
 
 REPOSITORY = Path(__file__).parents[2]
 CONFIGS = sorted((REPOSITORY / "configs").rglob("*.yaml"))
@@ -64,3 +66,13 @@ class LearningRates(Callback):
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+class SequenceData(LightningDataModule):
+    """Data of a user's own, which says nothing of classes."""
+
+    def train_dataloader(self):
+        return make_loader(32)
+
+    def test_dataloader(self):
+        return make_loader(16, seed=1)

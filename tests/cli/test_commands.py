@@ -99,6 +99,17 @@ def test_summary_of_a_model_and_data_of_the_users_own(tmp_path, capsys):
     assert "(no correction)" in capsys.readouterr().out
 
 
+def test_model_and_data_of_the_users_own_on_the_command_line(run):
+    words = ("--model=tests.tiny.TinyModule", "--data=tests.cli.helpers.SequenceData", "--trainer.max_epochs=1")
+    outcome = run(
+        "fit", *words, "--model.attention=separate", "--conditioning.strength=0.5", "--trainer.accelerator=cpu"
+    )
+    assert outcome.code == 0, outcome.err
+    lines = summary_lines(outcome.out)
+    assert float(value(lines, "test_loss")) > 0
+    assert "(without the correction " in value(lines, "mean condition number, key")
+
+
 def test_summary_of_a_model_without_attention(tmp_path):
     module = make_module()
     module.net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 5))

@@ -98,6 +98,11 @@ MALFORMED = {
     ),
     "value refused by the model": ({"model.init_args.lr": -1}, [], ["lr is -1"]),
     "number of classes against the data": ({"model.init_args.num_classes": 5}, [], ["num_classes is 5", "10"]),
+    "no number of classes": ({"data": None}, [], ["model.num_classes is missing", "there is no data module"]),
+    "data without classes": (
+        {"data": {"class_path": "tests.cli.helpers.SequenceData"}}, [],
+        ["model.num_classes is missing", "SequenceData has none"],
+    ),
     "folder of the user's data": (
         {"data": {"class_path": "ImageFolderDataModule", "init_args": {"root": "no/such/folder"}}}, [],
         ["no/such/folder"],
@@ -157,6 +162,7 @@ def test_malformed_call(words, expected, run, tmp_path):
     check_one_line(run(*words), expected)
 
 
+@pytest.mark.slow
 def test_malformed_in_a_process(tmp_path):
     write(tmp_path / "job.yaml", {"conditioning": {"strenght": 0.5}})
     done = run_process("-m", "lit_cond", "fit", "--config", "job.yaml", cwd=tmp_path)

@@ -141,6 +141,7 @@ def test_c5_shipped_config_parses_elsewhere(path, run):
     assert shown["data"]["class_path"].startswith("lit_cond.")
 
 
+@pytest.mark.slow
 def test_c6_checkpoint_loads_without_a_config(config, tmp_path):
     path = last_checkpoint(fit("--config", config, "--conditioning={}"))
     code = (
