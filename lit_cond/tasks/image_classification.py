@@ -164,7 +164,7 @@ class ImageClassification(Task):
         metrics.update(logits, labels)
         if confusion is not None:
             confusion.update(logits, labels)
-        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), batch_size=size)
+        self.log(f"{stage}/loss", F.cross_entropy(logits, labels), batch_size=size, sync_dist=True)
         for name, metric in metrics.items():
             self.log(name, metric, prog_bar=name == "val/acc", batch_size=size)
 

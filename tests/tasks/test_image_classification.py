@@ -242,6 +242,19 @@ def test_prediction_with_and_without_labels(make_task, make_trainer, make_loader
         assert torch.equal(first["labels"], first["logits"].argmax(1))
 
 
+def test_two_processes_log_what_one_does(make_task, make_trainer, tmp_path):
+    task = make_task(num_classes=10)
+    data = DigitsDataModule(batch_size=25)  # 200 images: equal halves of whole batches
+
+    def validated(**options):
+        # With a logger that takes figures, so that the confusion matrix is gathered and drawn as well.
+        trainer = make_trainer(logger=TensorBoardLogger(tmp_path), **options)
+        trainer.validate(task, data, verbose=False)
+        return {key: value.item() for key, value in trainer.callback_metrics.items()}
+
+    assert validated(devices=2, strategy="ddp_fork") == pytest.approx(validated(), abs=1e-6)
+
+
 def figures(folder):
     events = EventAccumulator(str(folder), size_guidance={"images": 0})
     events.Reload()
