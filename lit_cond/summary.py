@@ -19,6 +19,7 @@ from lit_cond.surgery.report import measure_weights
 
 __all__ = ["ConditionNumbers", "RunSummary", "best_checkpoint", "condition_numbers", "finish_fit"]
 
+_ROUND_FROM = 1000
 QUANTITIES = ("query", "key", "value", "tokens")
 
 
@@ -171,12 +172,16 @@ def render(summary: RunSummary, console: Console) -> None:
 
 
 def _pair(numbers: ConditionNumbers) -> str:
-    corrected = f"{numbers.corrected:,.4g}"
+    corrected = _number(numbers.corrected)
     if numbers.raw is None:
         return corrected
     if numbers.raw == numbers.corrected:
         return f"{corrected} (no correction)"
-    return f"{corrected} (without the correction {numbers.raw:,.4g})"
+    return f"{corrected} (without the correction {_number(numbers.raw)})"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= _ROUND_FROM else f"{value:.4g}"
 
 
 def _short(path: str) -> str:

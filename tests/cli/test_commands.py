@@ -1,5 +1,6 @@
 """The four commands, the general help, and what a training run ends with."""
 
+import io
 import shlex
 
 import pytest
@@ -126,8 +127,17 @@ def test_monitored_numbers_are_preferred():
     assert found == {"key": ConditionNumbers(1.5, 80.0), "tokens": ConditionNumbers(2.0)}
 
 
+def test_numbers_are_readable():
+    console = Console(width=80, record=True, file=io.StringIO())
+    numbers = {"query": ConditionNumbers(1.98765, 11970.4), "key": ConditionNumbers(float("inf"))}
+    render(RunSummary(numbers=numbers), console)
+    text = console.export_text()
+    assert "query  1.988 (without the correction 11,970)\n" in text
+    assert "key    inf\n" in text
+
+
 def test_long_paths_are_not_cut(tmp_path):
-    console = Console(width=40, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=40, record=True, file=io.StringIO())
     path = str(tmp_path / ("long" * 30) / "with space.ckpt")
     render(RunSummary({"test/acc": 0.5}, checkpoint=path, log_dir=str(tmp_path / "with space")), console)
     text = console.export_text()
