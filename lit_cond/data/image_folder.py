@@ -134,10 +134,8 @@ class ImageFolderDataModule(ImageDataModule):
                 f"{folder} has classes without an image: {_first(empty)}: add images "
                 f"({' '.join(_EXTENSIONS)}) or remove the folders"
             )
-        return _ClassFolders(
-            [(path, self.classes.index(label)) for label, paths in images.items() for path in paths],
-            transform,
-        )
+        number = {label: index for index, label in enumerate(self.classes)}
+        return _ClassFolders([(path, number[label]) for label, paths in images.items() for path in paths], transform)
 
 
 class _ClassFolders(Dataset[Any]):
@@ -180,7 +178,7 @@ def _read(path: str) -> Any:
         # Opened here: PIL may keep the file of a path open for long.
         with open(path, "rb") as file:
             return Image.open(file).convert("RGB")
-    except (OSError, SyntaxError, ValueError) as error:  # PIL raises all three for a bad file
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:  # all raised by PIL
         raise DataError(f"the image {path} can not be read: {error}: replace or remove it") from error
 
 

@@ -25,7 +25,7 @@ Interpolation = Literal["bilinear", "bicubic"]
 Transform = Callable[[Any], torch.Tensor]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Augmentation:
     """What is done to a training image; the defaults are the recipe of DeiT, as timm carries it out.
 

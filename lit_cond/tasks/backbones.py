@@ -127,7 +127,8 @@ def _build_torchvision(name: str, num_classes: int, pretrained: bool | None, kwa
     model = _construct(full_name, models.get_model, name, weights=None, num_classes=num_classes, **kwargs)
     if pretrained:
         weights = models.get_model_weights(name).DEFAULT
-        _load_all_but_the_head(model, weights.get_state_dict(progress=False), num_classes, full_name)
+        state = _construct(full_name, weights.get_state_dict, progress=False)
+        _load_all_but_the_head(model, state, num_classes, full_name)
     return model
 
 
@@ -192,7 +193,9 @@ def _construct(name: str, constructor: Callable[..., Any], *args: Any, **kwargs:
         return constructor(*args, **kwargs)
     except (TypeError, ValueError, AssertionError, RuntimeError, OSError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigurationError(f"{name} can not be built with the backbone_args given: {reason}") from error
+        # Without a network or a file it is an OSError; what remains is about the arguments.
+        problem = "can not be loaded" if isinstance(error, OSError) else "can not be built with the given backbone_args"
+        raise ConfigurationError(f"{name} {problem}: {reason}") from error
 
 
 def _is_module_class(value: object) -> bool:

@@ -117,6 +117,16 @@ def test_pretrained_torchvision_keeps_all_but_the_head(monkeypatch):
     assert all(torch.equal(small[name], value) for name, value in trained.items() if not name.startswith("fc."))
 
 
+def test_weights_that_can_not_be_fetched_are_an_error_of_one_line(monkeypatch):
+    def fail(self, **kwargs):
+        raise OSError("no route to host\nand more")
+
+    monkeypatch.setattr(models.ResNet18_Weights, "get_state_dict", fail)
+    with pytest.raises(ConfigurationError) as caught:
+        build_backbone("torchvision/resnet18", 5, pretrained=True)
+    assert str(caught.value) == "torchvision/resnet18 can not be loaded: no route to host"
+
+
 def test_pretrained_torchvision_refuses_other_sizes(monkeypatch):
     trained = models.mobilenet_v3_small().state_dict()
     monkeypatch.setattr(models.MobileNet_V3_Small_Weights, "get_state_dict", lambda self, **kwargs: trained)
