@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal
 
 import lightning.pytorch as pl
 from jsonargparse import Namespace
@@ -23,59 +21,19 @@ from torch.optim import Optimizer
 # Importing the packages is what makes the short names of their classes known.
 import lit_cond.data
 import lit_cond.tasks  # noqa: F401
-from lit_cond.callbacks import (
-    ConditionedTokens,
-    ConditionNumberMonitor,
-    SpectralConditioning,
-    StrengthSchedule,
+from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants_traceback
+from lit_cond.cli_resume import (
+    CHECKPOINT_DECIDES,
+    KeepGivenOptions,
+    KeepGivenStrength,
+    checked_path,
+    differences,
+    saved_arguments,
 )
-from lit_cond.cli_errors import explain
-from lit_cond.cli_report import Vocabulary
-from lit_cond.cli_resume import CHECKPOINT_DECIDES, KeepGivenOptions, checked_path, differences, saved_arguments
 from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
 from lit_cond.summary import finish_fit
 
-__all__ = ["CALLBACK_GROUPS", "LitCondCLI", "LitCondParser", "main"]
-
-CALLBACK_GROUPS: dict[str, type[pl.Callback]] = {
-    "conditioning": SpectralConditioning,
-    "tokens": ConditionedTokens,
-    "schedule": StrengthSchedule,
-    "monitor": ConditionNumberMonitor,
-}
-"""The flat groups, in the order in which the trainer gets them: before those of `trainer.callbacks`."""
-
-_TRACEBACK_VARIABLE = "LIT_COND_TRACEBACK"
-
-
-class LitCondParser(LightningArgumentParser):
-    """A parser that refuses abbreviated options and explains a mistake in one line."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        kwargs.setdefault("allow_abbrev", False)
-        super().__init__(*args, **kwargs)
-        self.family: list[LitCondParser] = [self]
-
-    def vocabulary(self) -> Vocabulary:
-        """Return the keys that the commands accept, those of the callback groups included."""
-        known: dict[str, dict[str, Any]] = {}
-        for parser in self.family:
-            for key in dict(parser.get_defaults().items()):
-                level = known
-                for part in key.split("."):
-                    level = level.setdefault(part, {})
-        for key, callback in CALLBACK_GROUPS.items():
-            if key in known:
-                arguments = LightningArgumentParser(exit_on_error=False).add_class_arguments(callback)
-                known[key] = {name: {} for name in arguments}
-        return known
-
-    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print one line and exit with code 2."""
-        # A parser inside another one leaves the report to the outer one.
-        if not self.exit_on_error or os.environ.get(_TRACEBACK_VARIABLE):
-            super().error(message, ex)
-        _exit_with(explain(message, self.vocabulary(), self.args or sys.argv[1:]), ex)
+__all__ = ["LitCondCLI", "main"]
 
 
 class LitCondCLI(LightningCLI):
@@ -203,8 +161,7 @@ class LitCondCLI(LightningCLI):
         listed = options["trainer"].get("callbacks") or []
         listed = listed if isinstance(listed, list) else [listed]
         grouped = [options[key] for key in CALLBACK_GROUPS if options.get(key) is not None]
-        extra = [KeepGivenOptions()] if self.subcommand == "fit" and self._keeps_options() else []
-        kwargs.setdefault("callbacks", [*grouped, *listed, *extra])
+        kwargs.setdefault("callbacks", [*grouped, *listed, *self._resume_callbacks()])
         try:
             return super().instantiate_trainer(**kwargs)
         except LitCondError:
@@ -212,8 +169,16 @@ class LitCondCLI(LightningCLI):
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigurationError(f"trainer: {error}") from error
 
-    def _keeps_options(self) -> bool:
-        return self.ckpt_path is not None and (self.keep_options or self.given.get("optimizer") is not None)
+    def _resume_callbacks(self) -> list[pl.Callback]:
+        if self.ckpt_path is None or self.subcommand != "fit":
+            return []
+        kinds: dict[str, Literal["weights", "tokens"]] = {"conditioning": "weights", "tokens": "tokens"}
+        given = {kind: (self.given.get(key) or {}).get("init_args") or {} for key, kind in kinds.items()}
+        strength = {kind: float(options["strength"]) for kind, options in given.items() if "strength" in options}
+        callbacks: list[pl.Callback] = [KeepGivenStrength(strength)] if strength else []
+        if self.keep_options or self.given.get("optimizer") is not None:
+            callbacks.append(KeepGivenOptions())
+        return callbacks
 
     def configure_optimizers(  # type: ignore[override]
         self,
@@ -254,9 +219,9 @@ def main(args: Sequence[str] | None = None) -> None:
         LitCondCLI(args=None if args is None else list(args))
     except Exception as error:
         known = _cause(error)
-        if known is None or os.environ.get(_TRACEBACK_VARIABLE):
+        if known is None or wants_traceback():
             raise
-        _exit_with(_one_line(known), error)
+        exit_with(_one_line(known), error)
 
 
 def _cause(error: BaseException | None) -> LitCondError | None:
@@ -271,8 +236,3 @@ def _one_line(error: LitCondError) -> str:
     if "Original Traceback" in text:  # raised in a worker process of a DataLoader
         text = text.splitlines()[-1].partition(": ")[2]
     return text
-
-
-def _exit_with(text: str, error: BaseException | None) -> NoReturn:
-    print(f"lit_cond: error: {text}", file=sys.stderr)
-    raise SystemExit(2) from error

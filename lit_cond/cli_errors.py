@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from lit_cond.cli_report import (
     Report,
     Vocabulary,
     class_arguments,
+    flat_keys,
+    hint_at,
     nearest,
     public_path,
     read_report,
@@ -30,7 +32,6 @@ from lit_cond.cli_report import (
 __all__ = ["explain"]
 
 _MAX_CHOICES = 6
-_MAX_LISTED = 12
 _MAX_SHOWN = 60
 _WRONG_TYPE = r"^Expected a (?!path but)"  # the file name that every string could be is not meant
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs")
@@ -56,16 +57,6 @@ def explain(message: str, vocabulary: Vocabulary, arguments: Sequence[str] = ())
     return " ".join(line.strip() for line in message.splitlines()[:2])
 
 
-def _hint(word: str, candidates: Iterable[str]) -> str:
-    words = sorted(set(candidates))
-    found = nearest(word, words)
-    if found:
-        return f"; did you mean {found!r}?"
-    if not words or len(words) > _MAX_LISTED:
-        return ""
-    return f"; it can be {', '.join(words)}"
-
-
 def _unknown_key(word: str, report: Report) -> str:
     level, path = report.vocabulary, []
     parts = word.split(".")
@@ -78,14 +69,10 @@ def _unknown_key(word: str, report: Report) -> str:
     where = f"{'.'.join(path)} has no option" if path else "there is no option"
     found = nearest(wrong, level)
     if found is None:
-        elsewhere = [key for key in _flat(report.vocabulary) if key.rsplit(".", 1)[-1] == wrong]
+        elsewhere = [key for key in flat_keys(report.vocabulary) if key.rsplit(".", 1)[-1] == wrong]
         found = elsewhere[0] if elsewhere else None
-        return f"{where} {wrong!r}" + (f"; did you mean {found!r}?" if found else _hint(wrong, level))
+        return f"{where} {wrong!r}" + (f"; did you mean {found!r}?" if found else hint_at(wrong, level))
     return f"{where} {wrong!r}; did you mean {'.'.join([*path, found])!r}?"
-
-
-def _flat(vocabulary: Vocabulary, prefix: str = "") -> list[str]:
-    return [name for key, below in vocabulary.items() for name in (prefix + key, *_flat(below, f"{prefix}{key}."))]
 
 
 def _on_unknown_option(complaint: Complaint, match: re.Match[str], report: Report) -> str:
@@ -99,7 +86,7 @@ def _on_unknown_option(complaint: Complaint, match: re.Match[str], report: Repor
         hint = f"did you mean {found!r}?" if found else "name the class with class_path, below it init_args"
         return f"{complaint.place}there is no option {wrong!r}; {hint}"
     name = complaint.class_path.rsplit(".", 1)[-1]
-    return f"{complaint.place}{name} has no option {wrong!r}{_hint(wrong, known)}"
+    return f"{complaint.place}{name} has no option {wrong!r}{hint_at(wrong, known)}"
 
 
 def _on_unrecognized(complaint: Complaint, match: re.Match[str], report: Report) -> str:
@@ -114,7 +101,7 @@ def _on_early_config(complaint: Complaint, match: re.Match[str], report: Report)
     word, command = match[1], match[2]
     if word.split(".")[0] in report.vocabulary:
         return f"{word!r} belongs to a command: put --config after {command}"
-    return f"{word!r} is not accepted before the command {command}" + _hint(word, [command])
+    return f"{word!r} is not accepted before the command {command}" + hint_at(word, [command])
 
 
 def _on_unknown_class(complaint: Complaint, match: re.Match[str], report: Report) -> str:
@@ -125,7 +112,7 @@ def _on_unknown_class(complaint: Complaint, match: re.Match[str], report: Report
         return f"{complaint.place}there is no {word!r}; did you mean '{public_path(classes[short])}'?"
     if len(classes) == 1 and nearest(short, classes) is None:
         return f"{complaint.place}expected the options of {next(iter(classes))} or null, got {_shown(word)}"
-    return f"{complaint.place}there is no class {word!r}{_hint(short, classes)}"
+    return f"{complaint.place}there is no class {word!r}{hint_at(short, classes)}"
 
 
 def _on_ambiguous_class(complaint: Complaint, match: re.Match[str], report: Report) -> str:
@@ -243,7 +230,7 @@ def _on_missing_file(complaint: Complaint, match: re.Match[str], report: Report)
 
 def _on_invalid_choice(complaint: Complaint, match: re.Match[str], report: Report) -> str:
     word, choices = match[1], re.findall(r"\w+", match[2])
-    return f"there is no command {word!r}{_hint(word, choices)}"
+    return f"there is no command {word!r}{hint_at(word, choices)}"
 
 
 def _on_required(complaint: Complaint, match: re.Match[str], report: Report) -> str:

@@ -16,6 +16,8 @@ __all__ = [
     "Report",
     "Vocabulary",
     "class_arguments",
+    "flat_keys",
+    "hint_at",
     "nearest",
     "public_path",
     "read_report",
@@ -26,6 +28,7 @@ Vocabulary = Mapping[str, "Vocabulary"]
 """The accepted keys, nested: a key without keys below it maps to an empty mapping."""
 
 _SHORTEST_BEGINNING = 3
+_MAX_LISTED = 12
 _FILLED_IN = ("params", "optimizer")  # what Lightning passes to an optimizer or a scheduler
 
 
@@ -77,6 +80,22 @@ def nearest(word: str, candidates: Iterable[str]) -> str | None:
         return by_lower[longer[0]]
     found = difflib.get_close_matches(word.lower(), by_lower, n=1)
     return by_lower[found[0]] if found else None
+
+
+def hint_at(word: str, candidates: Iterable[str]) -> str:
+    """Return the end of a sentence on a wrong word: the nearest candidate, else all where they are few."""
+    words = sorted(set(candidates))
+    found = nearest(word, words)
+    if found:
+        return f"; did you mean {found!r}?"
+    if not words or len(words) > _MAX_LISTED:
+        return ""
+    return f"; it can be {', '.join(words)}"
+
+
+def flat_keys(vocabulary: Vocabulary, prefix: str = "") -> list[str]:
+    """Return all keys of a vocabulary in dotted form."""
+    return [name for key, below in vocabulary.items() for name in (prefix + key, *flat_keys(below, f"{prefix}{key}."))]
 
 
 def read_report(message: str, vocabulary: Vocabulary, arguments: Sequence[str]) -> Report:

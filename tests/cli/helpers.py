@@ -9,7 +9,9 @@ from pathlib import Path
 
 import yaml
 from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import DataLoader, Dataset
 
+from lit_cond.errors import DataError
 from tests.tiny import make_loader
 
 REPOSITORY = Path(__file__).parents[2]
@@ -76,3 +78,18 @@ class SequenceData(LightningDataModule):
 
     def test_dataloader(self):
         return make_loader(16, seed=1)
+
+
+class BrokenImages(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        raise DataError("the image a.png can not be read: replace or remove it")
+
+
+class BrokenData(LightningDataModule):
+    """Data that fails in a worker process."""
+
+    def train_dataloader(self):
+        return DataLoader(BrokenImages(), batch_size=2, num_workers=1)

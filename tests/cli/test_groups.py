@@ -16,6 +16,7 @@ from lit_cond.callbacks import (
     StrengthSchedule,
 )
 from lit_cond.cli import LitCondCLI
+from lit_cond.cli_parser import CALLBACK_GROUPS
 from tests.cli.helpers import write_config
 
 GIVEN = {
@@ -54,7 +55,7 @@ def printed_config(*words):
 
 
 def test_every_option_is_listed():
-    for key, callback in cli.CALLBACK_GROUPS.items():
+    for key, callback in CALLBACK_GROUPS.items():
         assert list(OTHER[key]) == list(inspect.signature(callback).parameters)
 
 
@@ -77,7 +78,7 @@ def test_c1_one_option_from_the_command_line(key, option, before, job):
     assert after == before | {key: {**before[key], "init_args": after[key]["init_args"]}}
 
 
-@pytest.mark.parametrize("key", cli.CALLBACK_GROUPS)
+@pytest.mark.parametrize("key", CALLBACK_GROUPS)
 def test_c1_option_switches_a_group_on_and_null_off(key, config):
     assert printed_config("--config", config)[key] is None
     option, value = next(iter(OTHER[key].items()))

@@ -162,6 +162,13 @@ def test_malformed_call(words, expected, run, tmp_path):
     check_one_line(run(*words), expected)
 
 
+def test_data_error_in_a_worker_process(run):
+    words = ("--model=tests.tiny.TinyModule", "--data=tests.cli.helpers.BrokenData", "--trainer.fast_dev_run=1")
+    outcome = run("fit", *words, "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false")
+    check_one_line(outcome, [])
+    assert "lit_cond: error: the image a.png can not be read: replace or remove it\n" in outcome.err
+
+
 @pytest.mark.slow
 def test_malformed_in_a_process(tmp_path):
     write(tmp_path / "job.yaml", {"conditioning": {"strenght": 0.5}})

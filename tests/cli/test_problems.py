@@ -10,6 +10,7 @@ from torch.optim import SGD, AdamW
 from lit_cond.cli import LitCondCLI
 from lit_cond.errors import LitCondWarning
 from lit_cond.runs import load_run
+from lit_cond.surgery import strengths
 from tests.cli.helpers import CONFIGS, LearningRates, run_process, write_config
 
 NO_LOGGER = ("--trainer.logger=false",)
@@ -43,6 +44,26 @@ def test_c2_given_learning_rate_wins_over_the_checkpoint(config):
     assert LearningRates.seen == pytest.approx([0.7 * 0.5, 0.7 * (1 - 0.5**0.5) / 2])
     fit(*words)
     assert LearningRates.seen == pytest.approx([0.001 * 0.5, 0.001 * (1 - 0.5**0.5) / 2])
+
+
+def test_c2_given_strength_wins_over_the_checkpoint(tmp_path):
+    config = write_config(tmp_path / "job.yaml", conditioning={}, tokens={"strength": 0.75})
+    first = fit("--config", config, *TWO_EPOCHS, "--trainer.callbacks", *EVERY_EPOCH)
+    words = ("--config", config, *TWO_EPOCHS, "--ckpt_path", first_epoch(first))
+    with pytest.warns(LitCondWarning, match=r"strength of the weights = 0\.5 \(not 1\)"):
+        resumed = fit(*words, "--conditioning.strength=0.5")
+    assert set(strengths(resumed.model, "weights")) == {0.5}
+    assert set(strengths(resumed.model, "tokens")) == {0.75}
+    checkpoint = torch.load(last_checkpoint(resumed), weights_only=True)["lit_cond"]["weights"]
+    assert {term["strength"] for entry in checkpoint.values() for term in entry["terms"]} == {0.5}
+    fit(*words)  # without a warning
+
+
+def test_c2_schedule_decides_the_strength_of_a_resumed_run(tmp_path):
+    config = write_config(tmp_path / "job.yaml", conditioning={"strength": 1.0}, schedule={"num_steps": 8})
+    first = fit("--config", config, *TWO_EPOCHS, "--trainer.callbacks", *EVERY_EPOCH)
+    resumed = fit("--config", config, *TWO_EPOCHS, "--ckpt_path", first_epoch(first))
+    assert set(strengths(resumed.model)) == {0.375}  # of the fourth step, counted from 0 to 8
 
 
 def test_c2_given_options_of_an_optimizer_win_over_its_restored_state(config):
