@@ -64,6 +64,10 @@ def test_bounded_by_the_end_points(schedule, start, end, num_steps, step):
     assert min(start, end) <= schedule(step, start, end, num_steps) <= max(start, end)
 
 
+def test_bounded_even_where_the_difference_overflows():
+    assert linear_schedule(1, -1.7e308, 1.7e308, 4) <= 1.7e308
+
+
 @pytest.mark.parametrize("schedule", MOVING)
 @given(start=strengths, end=strengths, num_steps=lengths, pair=st.tuples(steps, steps))
 def test_monotone(schedule, start, end, num_steps, pair):
