@@ -86,11 +86,13 @@ class LitCondCLI(LightningCLI):
             given = parser.parse_args(given, defaults=False)
         self.given = given[command]
         options = self.config[command]
-        path = checked_path(options.get("ckpt_path"))
+        self.ckpt_path = options.get("ckpt_path")
+        self.keep_options = self.ckpt_path is not None
+        path = checked_path(self.ckpt_path)
         if path is None:
             return
         # LightningCLI would now read the checkpoint itself and let it win; the path is set back below.
-        self.ckpt_path, options["ckpt_path"] = options["ckpt_path"], None
+        options["ckpt_path"] = None
         class_path, saved = saved_arguments(path)
         model = options["model"]
         if class_path is not None and class_path != model["class_path"]:

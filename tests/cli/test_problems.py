@@ -46,6 +46,15 @@ def test_c2_given_learning_rate_wins_over_the_checkpoint(config):
     assert LearningRates.seen == pytest.approx([0.001 * 0.5, 0.001 * (1 - 0.5**0.5) / 2])
 
 
+def test_c2_given_learning_rate_wins_over_a_checkpoint_named_by_keyword(config):
+    words = ("--config", config, "--optimizer=SGD", "--optimizer.lr=0.1", "--trainer.default_root_dir=.", *NO_LOGGER)
+    callbacks = ("--trainer.callbacks=ModelCheckpoint", "--trainer.callbacks.save_last=true")
+    fit(*words, *callbacks, "--test_after_fit=false")
+    resumed = fit(*words, *callbacks, *TWO_EPOCHS, "--ckpt_path=last", "--optimizer.lr=0.7")
+    assert resumed.trainer.global_step == 4
+    assert [group["lr"] for group in resumed.trainer.optimizers[0].param_groups] == [0.7, 0.7]
+
+
 def test_c2_given_strength_wins_over_the_checkpoint(tmp_path):
     config = write_config(tmp_path / "job.yaml", conditioning={}, tokens={"strength": 0.75})
     first = fit("--config", config, *TWO_EPOCHS, "--trainer.callbacks", *EVERY_EPOCH)
