@@ -24,6 +24,7 @@ from lit_cond.surgery.weights import (
     conditioned_weights,
     detach,
     forget,
+    gathered,
 )
 
 __all__ = [
@@ -117,7 +118,7 @@ def existing(owner: nn.Module, tensor_name: str) -> ConditionedWeight | None:
 def effective_matrix(view: WeightView) -> Tensor:
     """Return a projection (rows, in_features) as the forward pass reads it, corrected or not."""
     weight = existing(view.module, view.tensor_name)
-    return view.layout.matrix(view.parameter.detach() if weight is None else weight.current_effective)
+    return view.layout.matrix(gathered(view.parameter.detach() if weight is None else weight.current_effective))
 
 
 def _term(group: list[_Target], rule: WeightRule, strength: Tensor) -> Term:
@@ -138,8 +139,9 @@ def compute_correction(rule: WeightRule, blocks: Sequence[tuple[MatrixLayout, in
     Args:
         rule: What to compute.
         blocks: The matrices in the parameter and the number of row blocks in each.
-        raw: The raw weight, of the parameter's shape.
+        raw: The raw weight, of the parameter's shape; a sharded one is gathered, so every process must call this.
     """
+    raw = gathered(raw)
     full = torch.zeros_like(raw, dtype=torch.promote_types(raw.dtype, torch.float32))
     for layout, num_blocks in blocks:
         matrix = layout.matrix(raw).to(full.dtype)

@@ -16,13 +16,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 from lit_cond.surgery.apply import compute_correction, condition_
 from lit_cond.surgery.rules import TokenRule, WeightRule
 from lit_cond.surgery.sites import MatrixLayout, RowSet, clean_name, own_parameter
 from lit_cond.surgery.tokens import STATE_KEY, token_forwards
-from lit_cond.surgery.weights import ConditionedWeight, Term, conditioned_weight, conditioned_weights
+from lit_cond.surgery.weights import (
+    ConditionedWeight,
+    Term,
+    conditioned_weight,
+    conditioned_weights,
+    gathered,
+    raw_weight,
+)
 
 __all__ = ["RECORD_KEY", "attach_record_", "restore_tokens_", "to_effective", "to_raw_"]
 
@@ -68,10 +76,10 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
         raw = _raw_in(weight, state[name], name)
         converted[name] = weight.effective(raw)
         entry: dict[str, Any] = {"terms": []}
-        changed = torch.zeros_like(raw, dtype=torch.bool)
+        changed = torch.zeros(raw.shape, dtype=torch.bool, device=weight.terms[0].correction.device)
         for term in weight.terms:
-            nonzero = term.correction.to(raw.device) != 0
-            changed |= nonzero
+            nonzero = term.correction != 0
+            changed |= nonzero.to(changed.device)
             saved: dict[str, Any] = {"rule": term.rule.settings(), "strength": float(term.strength)}
             if resumable:
                 saved["correction"] = _pack(term.correction, nonzero)
@@ -79,8 +87,9 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
                     [*astuple(layout.rows), int(layout.transposed), num_blocks] for layout, num_blocks in term.blocks
                 ]
             entry["terms"].append(saved)
-        if resumable:
-            entry["raw"] = _pack(raw, changed)
+        if resumable and not isinstance(raw, DTensor):
+            # A sharded file has no place for what other processes hold: there the raw weight comes by subtraction.
+            entry["raw"] = _pack(raw, changed.to(raw.device))
         weights[name] = entry
     tokens: dict[str, Any] = {}
     for name, forward in token_forwards(model):
@@ -105,11 +114,6 @@ def _raw_in(weight: ConditionedWeight, value: Tensor, name: str) -> Tensor:
         f"runs, or "
         f"call lit_cond.surgery.fold_ on the model first"
     )
-
-
-def _saved_raw(entry: Mapping[str, Any], effective: Tensor) -> Tensor | None:
-    """Return the exact raw weight of a record, or None if it holds none."""
-    return _unpack(entry["raw"], effective) if "raw" in entry else None
 
 
 @torch.no_grad()
@@ -168,20 +172,35 @@ def _take_over(
 ) -> Tensor:
     """Set a weight's corrections to the recorded ones where the rules agree; return the raw weight."""
     saved = entry["terms"]
-    agree = [t.rule.settings() for t in weight.terms] == [s["rule"] for s in saved]
-    raw = _saved_raw(entry, effective)
-    if raw is None or not all("correction" in s for s in saved):
+    if not all("correction" in stored for stored in saved):
         raise CheckpointMismatchError(
             f"the checkpoint holds weights only, without what undoes the correction of '{name}'; resume from a full "
             f"checkpoint, or load it into a plain model"
         )
-    if not agree:
+    whole = gathered(effective)
+    kept = _unpack(entry["raw"], whole) if "raw" in entry else None
+    restored = _terms(entry, whole)
+    if [term.rule.settings() for term in weight.terms] == [term.rule.settings() for term in restored]:
+        for term, other in zip(weight.terms, restored, strict=True):
+            term.correction = other.correction
+            term.strength.fill_(float(other.strength))
+    else:
         changed.append(name)
-        return raw
-    for term, stored in zip(weight.terms, saved, strict=True):
-        term.correction = _unpack(stored["correction"], torch.zeros_like(term.correction))
-        term.strength.fill_(stored["strength"])
-    return raw
+    return raw_weight(effective, restored, kept)
+
+
+def _terms(entry: Mapping[str, Any], like: Tensor) -> list[Term]:
+    """Return the corrections of a record for a parameter of the shape of `like`."""
+    zeros = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
+    return [
+        Term(
+            WeightRule(**{**saved["rule"], "strength": saved["strength"]}),
+            [(MatrixLayout(RowSet(*numbers[:4]), bool(numbers[4])), numbers[5]) for numbers in saved["blocks"]],
+            _unpack(saved["correction"], zeros),
+            torch.tensor(saved["strength"]),
+        )
+        for saved in entry["terms"]
+    ]
 
 
 def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -> None:
@@ -241,12 +260,7 @@ def attach_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
         if "raw" not in entry:
             continue
         weight = conditioned_weight(owner, tensor_name)
-        zeros = torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
-        for saved in entry["terms"]:
-            rule = WeightRule(**{**saved["rule"], "strength": saved["strength"]})
-            blocks = [(MatrixLayout(RowSet(*numbers[:4]), bool(numbers[4])), numbers[5]) for numbers in saved["blocks"]]
-            correction = _unpack(saved["correction"], zeros)
-            weight.terms.append(Term(rule, blocks, correction, torch.tensor(saved["strength"])))
+        weight.terms = _terms(entry, parameter.detach())
         weight.raw = _unpack(entry["raw"], parameter.detach())
 
 

@@ -278,13 +278,11 @@ def describe(module: nn.Module) -> AttentionSite | None:
 
 def suspicion(module: nn.Module) -> str | None:
     """Return why a module that no family knows looks like attention all the same, or None."""
-    children = dict(module.named_children())
-    for name in _FUSED_NAMES:
-        weight = getattr(children.get(name), "weight", None)
-        if weight is not None and name not in ("in_proj", "kv", "qk"):
-            return f"the row layout of its fused '{name}' {tuple(weight.shape)} is not known"
+    weighty = [n for n, child in module.named_children() if any(p.ndim >= 2 for p in child.parameters())]
+    fused = [name for name in weighty if name in _FUSED_NAMES]
+    if fused:
+        return f"the row layout of its fused '{fused[0]}' is not known"
     cls = type(module).__name__.lower()
-    own = [n for n, c in children.items() if isinstance(w := getattr(c, "weight", None), torch.Tensor) and w.ndim >= 2]
-    if ("attention" in cls or "attn" in cls) and len(own) >= 2:
-        return f"the roles of its weights {own} are not known"
+    if ("attention" in cls or "attn" in cls) and len(weighty) >= 2:
+        return f"the roles of its weights {weighty} are not known"
     return None

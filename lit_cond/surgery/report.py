@@ -15,6 +15,7 @@ from lit_cond.surgery.apply import existing
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.selection import Pattern
 from lit_cond.surgery.sites import AttentionSite, Role
+from lit_cond.surgery.weights import gathered
 
 __all__ = ["WeightReport", "format_table", "measure_weights", "spectra", "well_conditioned"]
 
@@ -93,18 +94,18 @@ def measure_weights(
     effective, raw, changed = [], [], []
     for (_, _, view), weight in zip(views, weights, strict=True):
         if weight is None:
-            effective.append(view.matrix().detach())
+            effective.append(view.layout.matrix(gathered(view.parameter.detach())))
             continue
-        effective.append(view.layout.matrix(weight.current_effective))
+        effective.append(view.layout.matrix(gathered(weight.current_effective)))
         changed.append(len(effective) - 1)
-        raw.append(view.layout.matrix(weight.current_raw))
+        raw.append(view.layout.matrix(gathered(weight.current_raw)))
     measured = spectra(effective)
     raw_numbers = dict(zip(changed, (number for number, _ in spectra(raw)), strict=True))
     return [
         WeightReport(
             name=site.name,
             role=role,
-            shape=(view.matrix().shape[0], view.matrix().shape[1]),
+            shape=(len(view.layout.rows), view.in_features),
             heads=site.heads(role),
             stored=f"{site.owner_names.get(role, site.name)}.{view.tensor_name}{view.layout.rows}",
             raw=raw_numbers.get(i, measured[i][0]),
@@ -121,7 +122,7 @@ def measure_weights(
 
 
 def well_conditioned(reports: Iterable[WeightReport]) -> float | None:
-    """Return the median raw condition number if the square-like matrices are too well conditioned for chance, else None.
+    """Return the median raw condition number if square-like matrices are too well conditioned for chance, else None.
 
     That is how a checkpoint looks that was trained with a correction and loaded as a plain one.
     """

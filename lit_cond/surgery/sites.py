@@ -6,6 +6,7 @@ transposed Conv1D of GPT-2), 1x1 convolutions, and fused weights whose rows belo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -135,6 +136,12 @@ class WeightView:
             )
         return value
 
+    @property
+    def in_features(self) -> int:
+        """Columns of the matrix: channels of what is projected."""
+        shape = self.parameter.shape
+        return shape[0] if self.layout.transposed else math.prod(shape[1:])
+
     def matrix(self) -> Tensor:
         """Return the projection (rows, in_features) as the parameter holds it."""
         return self.layout.matrix(self.parameter)
@@ -180,7 +187,7 @@ class AttentionSite:
     @property
     def width(self) -> int:
         """Channels of the tokens that are projected to queries."""
-        return int(self.views["query"].matrix().shape[1])
+        return self.views["query"].in_features
 
     def __iter__(self) -> Iterator[tuple[Role, WeightView]]:
         return iter((role, self.views[role]) for role in ROLES if role in self.views)

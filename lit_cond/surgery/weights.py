@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lit_cond.errors import LostTargetError
 from lit_cond.surgery.rules import WeightRule
@@ -28,6 +29,7 @@ __all__ = [
     "conditioned_weights",
     "detach",
     "forget",
+    "gathered",
     "is_attached",
 ]
 
@@ -72,6 +74,47 @@ class Term:
         self.strength = self.strength.to(device)
 
 
+def effective_weight(raw: Tensor, terms: Sequence[Term]) -> Tensor:
+    """Return `raw + sum strength * C`, computed in float32 at least and rounded once to the dtype of `raw`."""
+    value = raw.to(torch.promote_types(raw.dtype, torch.float32))
+    for term in terms:
+        value = torch.addcmul(value, laid_out_like(term.correction, raw), term.strength.to(raw.device, value.dtype))
+    return value.to(raw.dtype)
+
+
+def raw_weight(effective: Tensor, terms: Sequence[Term], kept: Tensor | None = None) -> Tensor:
+    """Return the raw weight behind an effective one: the kept entry where it explains it, else by subtraction.
+
+    Args:
+        effective: The weight with its corrections.
+        terms: The corrections.
+        kept: The raw weight as it was stored, if it was.
+    """
+    value = effective.to(torch.promote_types(effective.dtype, torch.float32))
+    for term in terms:
+        value = value - laid_out_like(term.correction, effective) * term.strength.to(value.device, value.dtype)
+    value = value.to(effective.dtype)
+    if kept is None:
+        return value
+    kept = laid_out_like(kept, effective)
+    return torch.where(effective_weight(kept, terms) == effective, kept, value)
+
+
+def laid_out_like(full: Tensor, like: Tensor) -> Tensor:
+    """Return a whole tensor on the device, and with the sharding, of another; needs no communication."""
+    if isinstance(like, DTensor):
+        if isinstance(full, DTensor):
+            return full
+        full = full.to(like.device_mesh.device_type)
+        return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+    return full.to(like.device)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor: the condition number of a shard means nothing."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class ConditionedWeight:
     """One parameter with its corrections.
 
@@ -110,22 +153,12 @@ class ConditionedWeight:
         return self.raw is not None
 
     def effective(self, raw: Tensor) -> Tensor:
-        """Return `raw + sum strength * C`, computed in float32 at least and rounded once to the dtype of `raw`."""
-        value = raw.to(torch.promote_types(raw.dtype, torch.float32))
-        for term in self.terms:
-            value = torch.addcmul(value, term.correction.to(raw.device), term.strength.to(raw.device, value.dtype))
-        return value.to(raw.dtype)
+        """Return what the forward pass reads where the parameter holds `raw`."""
+        return effective_weight(raw, self.terms)
 
     def raw_of(self, effective: Tensor) -> Tensor:
-        """Return the raw weight behind an effective one: exact when it is the kept one's, else by subtraction."""
-        if self.raw is not None:
-            kept = self.raw.to(effective.device)
-            if torch.equal(self.effective(kept), effective):
-                return kept.clone()
-        value = effective.to(torch.promote_types(effective.dtype, torch.float32))
-        for term in self.terms:
-            value = value - term.correction.to(value.device) * term.strength.to(value.device, value.dtype)
-        return value.to(effective.dtype)
+        """Return the raw weight behind an effective one, exactly where the kept one explains it."""
+        return raw_weight(effective, self.terms, self.raw)
 
     @property
     def current_raw(self) -> Tensor:

@@ -284,17 +284,15 @@ def test_d9_a_monitor_leaves_nothing_after_an_exception(tmp_path):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             raise RuntimeError("stop here")
 
-    module = make_module()
-
     def interrupted():
+        module = make_module()
         with contextlib.suppress(RuntimeError):
             fit(tmp_path, module, [ConditionNumberMonitor(every_n_steps=1), Fail()])
+        assert len(module.losses) == 1
+        assert not any(m._forward_pre_hooks for m in module.modules())
+        return weakref.ref(module.net)
 
-    interrupted()
-    assert len(module.losses) == 1
-    assert not any(m._forward_pre_hooks for m in module.modules())
-    gone = weakref.ref(module.net)
-    del module
+    gone = interrupted()
     gc.collect()
     assert gone() is None
 
