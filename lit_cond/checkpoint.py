@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,7 +32,10 @@ def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
         RuntimeError: If names or shapes of weights differ.
     """
     checkpoint = torch.load(path, map_location=kwargs.get("map_location", "cpu"), weights_only=True)
-    model = cls.load_from_checkpoint(path, **{**kwargs, "strict": False})
+    with warnings.catch_warnings():
+        # The first pass may not know corrected tokens; the second one is strict.
+        warnings.filterwarnings("ignore", message="Found keys that are not in the model state dict")
+        model = cls.load_from_checkpoint(path, **{**kwargs, "strict": False})
     record = checkpoint.get(RECORD_KEY, {})
     restore_tokens_(model, record, add=True)
     model.load_state_dict(checkpoint["state_dict"], strict=kwargs.get("strict", True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import Namespace
@@ -25,7 +25,6 @@ from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
     KeepGivenOptions,
-    KeepGivenStrength,
     checked_path,
     differences,
     saved_arguments,
@@ -174,13 +173,8 @@ class LitCondCLI(LightningCLI):
     def _resume_callbacks(self) -> list[pl.Callback]:
         if self.ckpt_path is None or self.subcommand != "fit":
             return []
-        kinds: dict[str, Literal["weights", "tokens"]] = {"conditioning": "weights", "tokens": "tokens"}
-        given = {kind: (self.given.get(key) or {}).get("init_args") or {} for key, kind in kinds.items()}
-        strength = {kind: float(options["strength"]) for kind, options in given.items() if "strength" in options}
-        callbacks: list[pl.Callback] = [KeepGivenStrength(strength)] if strength else []
-        if self.keep_options or self.given.get("optimizer") is not None:
-            callbacks.append(KeepGivenOptions())
-        return callbacks
+        changed = self.keep_options or self.given.get("optimizer") is not None
+        return [KeepGivenOptions()] if changed else []
 
     def configure_optimizers(  # type: ignore[override]
         self,

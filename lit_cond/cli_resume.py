@@ -11,21 +11,18 @@ import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from lit_cond.callbacks import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning
-from lit_cond.surgery import set_strength_, strengths
 
 __all__ = [
     "CHECKPOINT_DECIDES",
     "KeepGivenOptions",
-    "KeepGivenStrength",
     "checked_path",
     "differences",
     "saved_arguments",
@@ -150,30 +147,3 @@ def _put_back(index: int, group: dict[str, Any], given: Mapping[str, Any], sched
     group[peak] = wanted
     for scheduler in schedulers:
         scheduler.base_lrs[index] = wanted
-
-
-class KeepGivenStrength(Callback):
-    """Use the strength that the user has written instead of the one that a checkpoint brings back.
-
-    A `StrengthSchedule` among the callbacks decides alone.
-
-    Args:
-        given: The strength of the corrections of weights, of tokens, or of both.
-    """
-
-    def __init__(self, given: Mapping[Literal["weights", "tokens"], float]) -> None:
-        self.given = dict(given)
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the strength, and say so where the checkpoint's was another one."""
-        if any(isinstance(callback, StrengthSchedule) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            return
-        for kind, wanted in self.given.items():
-            others = {value for value in strengths(pl_module, kind) if value != wanted}
-            if others:
-                set_strength_(pl_module, wanted, kind)
-                rank_zero_warn(
-                    f"ckpt_path: given values win over those of the checkpoint: strength of the {kind} = {wanted:g} "
-                    f"(not {', '.join(f'{value:g}' for value in sorted(others))})",
-                    category=LitCondWarning,
-                )

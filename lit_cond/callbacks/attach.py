@@ -7,16 +7,18 @@ lies between the building of the model and the load of its weights, and none can
 `on_save_checkpoint` and `on_load_checkpoint` (to convert between raw and effective weights).
 """
 
+import math
 from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lit_cond.errors import ConfigurationError, LostTargetError
-from lit_cond.surgery.apply import bake_, condition_, unbake_
+from lit_cond.callbacks.strength_schedule import StrengthSchedule
+from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
+from lit_cond.surgery.apply import bake_, condition_, set_strength_, strengths, unbake_
 from lit_cond.surgery.checkpoint import RECORD_KEY, restore_tokens_, to_effective, to_raw_
 from lit_cond.surgery.rules import Rule
 from lit_cond.surgery.tokens import token_forwards
@@ -195,6 +197,28 @@ class ConditioningCallback(Callback):
                 f"the strategy, the precision plugin or another callback"
             )
         rank_zero_info(self.describe(pl_module))
+
+    @override
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._use_own_strength(trainer, pl_module)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._use_own_strength(trainer, pl_module)
+
+    def _use_own_strength(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """After a resume the strength is this callback's, not the checkpoint's, unless a schedule moves it."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        if not self.was_loaded(pl_module) or any(isinstance(c, StrengthSchedule) for c in callbacks):
+            return
+        saved = {value for value in strengths(pl_module, self.rule) if not math.isclose(value, self.rule.strength)}
+        if saved:
+            set_strength_(pl_module, self.rule.strength, self.rule)
+            before = ", ".join(f"{value:g}" for value in sorted(saved))
+            rank_zero_warn(
+                f"{type(self).__name__} was saved with strength {before} and goes on with {self.rule.strength:g}",
+                category=LitCondWarning,
+            )
 
     def describe(self, pl_module: LightningModule) -> str:
         """Return a table of what this callback has changed and left alone."""

@@ -142,15 +142,32 @@ class StrengthSchedule(Callback):
         Raises:
             ConfigurationError: If nothing logs the quantity.
         """
-        if self.monitor is None:
-            return
-        metrics = trainer.callback_metrics
-        if self.monitor not in metrics and self._value is None:
+        self._remember(trainer)
+        # `ConditionNumberMonitor` logs with the first batch, if after this callback.
+        if self.monitor is not None and self.monitor.startswith("cond") and trainer.global_step > 1:
+            self._require_value(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to go on without the measured quantity.
+
+        Raises:
+            ConfigurationError: If nothing has logged it for a whole epoch.
+        """
+        self._remember(trainer)
+        if self.monitor is not None:
+            self._require_value(trainer)
+
+    def _remember(self, trainer: Trainer) -> None:
+        if self.monitor in trainer.callback_metrics:
+            self._value = float(trainer.callback_metrics[self.monitor])
+
+    def _require_value(self, trainer: Trainer) -> None:
+        if self._value is None:
             raise ConfigurationError(
-                f"StrengthSchedule(monitor={self.monitor!r}) finds no such metric; logged are {sorted(metrics)}"
+                f"StrengthSchedule(monitor={self.monitor!r}) finds no such metric; logged are "
+                f"{', '.join(sorted(trainer.callback_metrics))}"
             )
-        if self.monitor in metrics:
-            self._value = float(metrics[self.monitor])
 
     @override
     def state_dict(self) -> dict[str, Any]:

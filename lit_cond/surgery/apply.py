@@ -309,28 +309,35 @@ def effective_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _carriers(model: nn.Module, applies_to: AppliesTo) -> Iterator[Term | TokenForward]:
-    if applies_to in ("all", "weights"):
+def _carriers(model: nn.Module, applies_to: AppliesTo | Rule) -> Iterator[Term | TokenForward]:
+    rule = None if isinstance(applies_to, str) else applies_to.settings()
+    if isinstance(applies_to, WeightRule) or applies_to in ("all", "weights"):
         for _, weight in conditioned_weights(model):
-            yield from weight.terms
-    if applies_to in ("all", "tokens"):
+            yield from (term for term in weight.terms if rule is None or term.rule.settings() == rule)
+    if isinstance(applies_to, TokenRule) or applies_to in ("all", "tokens"):
         for _, forward in token_forwards(model):
-            yield forward
+            if rule is None or forward.rule.settings() == rule:
+                yield forward
 
 
-def strengths(model: nn.Module, applies_to: AppliesTo = "all") -> list[float]:
-    """Return the strengths in force, one for each correction."""
+def strengths(model: nn.Module, applies_to: AppliesTo | Rule = "all") -> list[float]:
+    """Return the strengths in force, one for each correction.
+
+    Args:
+        model: A conditioned model.
+        applies_to: Corrections of weights, of tokens, both, or of one rule.
+    """
     return [float(carrier.strength) for carrier in _carriers(model, applies_to)]
 
 
 @torch.no_grad()
-def set_strength_(model: nn.Module, value: float, applies_to: AppliesTo = "all") -> int:
+def set_strength_(model: nn.Module, value: float, applies_to: AppliesTo | Rule = "all") -> int:
     """Set the strength of the corrections of a model; nothing is recompiled.
 
     Args:
         model: A conditioned model.
         value: The multiplier, >= 0.
-        applies_to: Corrections of weights, of tokens, or both.
+        applies_to: Corrections of weights, of tokens, both, or of one rule.
 
     Returns:
         How many corrections were set.

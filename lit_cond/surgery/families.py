@@ -17,7 +17,18 @@ from torch import nn
 from lit_cond.errors import ConfigurationError, UnknownAttentionError
 from lit_cond.surgery.sites import ROLES, AttentionSite, Kind, MatrixLayout, Role, RowSet, WeightView
 
-__all__ = ["FAMILIES", "FUSED", "Family", "FusedLayout", "describe", "register_family", "register_fused"]
+__all__ = [
+    "FAMILIES",
+    "FUSED",
+    "Family",
+    "FusedLayout",
+    "class_path",
+    "describe",
+    "register_family",
+    "register_fused",
+    "suspicion",
+    "unknown_attention",
+]
 
 Family = Callable[[nn.Module], AttentionSite | None]
 
@@ -179,7 +190,8 @@ def _shape(owner: nn.Module) -> torch.Size:
     return weight.shape if isinstance(weight, torch.Tensor) else torch.Size()
 
 
-def _unknown(module: nn.Module, why: str) -> UnknownAttentionError:
+def unknown_attention(module: nn.Module, why: str) -> UnknownAttentionError:
+    """Return the error for a module that looks like attention and is not understood."""
     return UnknownAttentionError(
         f"{class_path(module)} looks like attention, but {why}; describe it with lit_cond.surgery.register_fused / "
         f"register_family, or leave it out with `exclude`"
@@ -208,7 +220,7 @@ def _conv1d(module: nn.Module) -> AttentionSite | None:
     separate_query = getattr(module, "q_attn", None)
     roles: tuple[Role, ...] = ROLES if separate_query is None else ("key", "value")
     if outputs % len(roles):
-        raise _unknown(module, f"c_attn has {outputs} outputs for {len(roles)} roles")
+        raise unknown_attention(module, f"c_attn has {outputs} outputs for {len(roles)} roles")
     width = outputs // len(roles)
     views = {role: _view(fused, RowSet.span(i * width, width), transposed=True) for i, role in enumerate(roles)}
     if separate_query is not None:
@@ -225,7 +237,9 @@ def _fused(module: nn.Module) -> AttentionSite | None:
         return None
     outputs, heads = owner.weight.shape[0], _first_int(module, _HEAD_COUNTS)
     if outputs % 3 or (layout.per_head and (heads is None or outputs % (3 * heads))):
-        raise _unknown(module, f"its '{layout.weight}' has {outputs} rows, not three equal parts of {heads} heads")
+        raise unknown_attention(
+            module, f"its '{layout.weight}' has {outputs} rows, not three equal parts of {heads} heads"
+        )
     width = outputs // 3
     views = {}
     for i, role in enumerate(layout.order):
@@ -248,7 +262,7 @@ def _separate(module: nn.Module) -> AttentionSite | None:
     if head_width is None and heads is not None and q_rows % heads == 0:
         head_width = q_rows // heads
     if heads is not None and head_width is not None and q_rows != heads * head_width:
-        raise _unknown(
+        raise unknown_attention(
             module,
             f"'{names[0]}' has {q_rows} rows where {heads} heads of {head_width} need {heads * head_width}",
         )

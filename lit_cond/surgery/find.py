@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from lit_cond.errors import NoMatchingTargetError, UnknownAttentionError
-from lit_cond.surgery.families import describe, suspicion
+from lit_cond.surgery.families import describe, suspicion, unknown_attention
 from lit_cond.surgery.selection import Pattern, matches, nothing_matched
 from lit_cond.surgery.sites import AttentionSite, clean_name
 
@@ -55,24 +55,16 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
     found: list[AttentionSite] = []
     unknown: list[tuple[str, UnknownAttentionError]] = []
     for module, name in names.items():
-        if matches(exclude, [name]):
-            continue
+        excluded = matches(exclude, [name])
         try:
-            site = describe(module)
-            if site is None:
-                reason = suspicion(module)
-                if reason is None or _holds_known(module):
-                    continue
-                raise UnknownAttentionError(
-                    f"{type(module).__module__}.{type(module).__qualname__} looks like attention, but {reason}; "
-                    f"describe it "
-                    f"with lit_cond.surgery.register_fused / register_family, or leave it out with `exclude`"
-                )
+            site = _describe(module)
         except UnknownAttentionError as error:
-            unknown.append((name, error))
+            if not excluded:
+                unknown.append((name, error))
             continue
-        owners = {role: names[view.module] for role, view in site}
-        found.append(replace(site, name=name, owner_names=owners))
+        if site is not None:
+            owners = {role: names[view.module] for role, view in site}
+            found.append(replace(site, name=name, owner_names=owners))
     wanted = [s for s in found if include is None or matches(include, _aliases(s))]
     wanted = [s for s in wanted if not matches(exclude, _aliases(s))]
     for name, problem in unknown:
@@ -81,6 +73,15 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
     if not wanted:
         raise nothing_matched("attention layers", include, exclude, [s.name for s in found])
     return wanted
+
+
+def _describe(module: nn.Module) -> AttentionSite | None:
+    """Return the site of one module; one that looks like attention and is not known, nor a wrapper, is an error."""
+    site = describe(module)
+    reason = None if site is not None else suspicion(module)
+    if reason is None or _holds_known(module):
+        return site
+    raise unknown_attention(module, reason)
 
 
 def _holds_known(module: nn.Module) -> bool:

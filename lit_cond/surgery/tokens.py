@@ -82,7 +82,10 @@ class TokenForward(InstanceForward):
             return self.call_inner(*args, **kwargs)
         self.done = True
         place, tokens = self.find_tokens(args, kwargs)
-        corrected = self.correct(tokens, self.find_mask(args, kwargs, tokens))
+        if tokens.is_nested:
+            corrected = self._correct_nested(tokens)
+        else:
+            corrected = self.correct(tokens, self.find_mask(args, kwargs, tokens))
         if isinstance(place, str):
             kwargs = {**kwargs, place: corrected}
         else:
@@ -97,7 +100,9 @@ class TokenForward(InstanceForward):
         """
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         for place, value in named:
-            if isinstance(value, Tensor) and value.is_floating_point() and self.width in value.shape:
+            if not isinstance(value, Tensor) or not value.is_floating_point():
+                continue
+            if value.is_nested or self.width in value.shape:
                 return place, value
         raise ConfigurationError(
             f"the block '{self.name}' got no floating-point tensor with {self.width} channels; name another block with "
@@ -181,6 +186,15 @@ class TokenForward(InstanceForward):
             corrected = torch.addcmul(tokens.to(shaped.dtype), shaped, self.strength.to(shaped.dtype))
         return corrected.to(tokens.dtype)
 
+    def _correct_nested(self, tokens: Tensor) -> Tensor:
+        """Correct sequences that `nn.TransformerEncoder` has packed without their padding."""
+        sequences = tokens.unbind()
+        lengths = torch.tensor([len(s) for s in sequences], device=tokens.device)
+        padded = torch.nested.to_padded_tensor(tokens, 0.0)
+        mask = torch.arange(padded.shape[1], device=tokens.device) < lengths[:, None]
+        corrected = self.correct(padded, mask)
+        return torch.nested.as_nested_tensor([c[: len(s)] for c, s in zip(corrected, sequences, strict=True)])
+
 
 class _SaveStrength:
     """State-dict hook: writes the strength under the block's prefix."""
@@ -216,10 +230,6 @@ class _LoadStrength:
             missing.append(prefix + STATE_KEY)
 
 
-def _no_operation(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Keep `nn.TransformerEncoder` from packing padded tokens into a nested tensor before the block sees them."""
-
-
 def attach_tokens(site: TokenSite, rule: TokenRule) -> TokenForward:
     """Correct the tokens at a site from now on."""
     forward = TokenForward(site, rule, torch.tensor(float(rule.strength)))
@@ -232,7 +242,6 @@ def attach_tokens(site: TokenSite, rule: TokenRule) -> TokenForward:
     forward.handles = [
         site.module.register_state_dict_post_hook(_SaveStrength(forward)),  # type: ignore[no-untyped-call]
         site.module.register_load_state_dict_pre_hook(_LoadStrength(forward)),  # type: ignore[no-untyped-call]
-        site.module.register_forward_pre_hook(_no_operation),
     ]
     return forward
 
