@@ -56,7 +56,7 @@ def fit(tmp_path, module, callbacks, **kwargs):
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_invariant_1_a_checkpoint_loads_into_a_plain_model(tmp_path, attention, rule, weights_only):
+def test_invariant_1_a_checkpoint_loads_into_a_plain_model_a1(tmp_path, attention, rule, weights_only):
     module = make_module(attention=attention)
     saver = ModelCheckpoint(tmp_path, save_weights_only=weights_only, save_last=True)
     # Validate with the live correction, so that what is compared is what training computed.
