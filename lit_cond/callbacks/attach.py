@@ -20,7 +20,7 @@ from lit_cond.callbacks.strength_schedule import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
 from lit_cond.surgery.apply import bake_, condition_, set_strength_, strengths, unbake_
 from lit_cond.surgery.checkpoint import RECORD_KEY, restore_tokens_, to_effective, to_raw_
-from lit_cond.surgery.rules import Rule
+from lit_cond.surgery.rules import Rule, WeightRule
 from lit_cond.surgery.tokens import token_forwards
 from lit_cond.surgery.weights import conditioned_weights, is_attached
 
@@ -160,7 +160,8 @@ class ConditioningCallback(Callback):
         Raises:
             AlreadyConditionedError: If the model carries corrections of other settings.
         """
-        unbake_(pl_module)
+        if isinstance(self.rule, WeightRule):
+            unbake_(pl_module, self.rule)
         present = self.present(pl_module)
         self._fresh = not present
         if not present:
@@ -188,7 +189,9 @@ class ConditioningCallback(Callback):
             LostTargetError: If a conditioned module was replaced on the way (by a precision plugin, say).
         """
         lost = sorted(set(self._names) - set(self.present(pl_module))) or [
-            name for name, weight in conditioned_weights(pl_module) if not is_attached(weight, pl_module)
+            name
+            for name, weight in conditioned_weights(pl_module)
+            if not (weight.baked or is_attached(weight, pl_module))
         ]
         if lost or not self._names:
             raise LostTargetError(
@@ -196,6 +199,9 @@ class ConditioningCallback(Callback):
                 f"replaced by "
                 f"the strategy, the precision plugin or another callback"
             )
+        for _, weight in conditioned_weights(pl_module):
+            for term in weight.terms:
+                term.to_(weight.parameter.device)
         rank_zero_info(self.describe(pl_module))
 
     @override

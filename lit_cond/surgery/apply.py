@@ -230,15 +230,20 @@ def bake_(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def unbake_(model: nn.Module) -> None:
+def unbake_(model: nn.Module, rule: WeightRule | None = None) -> None:
     """Restore the raw weights kept by `bake_` and correct again in the forward pass.
 
     A weight that was changed since (trained on, loaded) is taken as effective: its raw value is what the correction
     leaves of it.
+
+    Args:
+        model: A model that was baked.
+        rule: Only weights that carry a correction of these settings.
     """
     parents = _parents(model)
     for group in _groups(model):
-        if not group[0].baked:
+        wanted = rule is None or any(term.rule.settings() == rule.settings() for term in group[0].terms)
+        if not group[0].baked or not wanted:
             continue
         parameter = group[0].parameter
         parameter.copy_(group[0].raw_of(parameter.detach()))

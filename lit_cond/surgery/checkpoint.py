@@ -70,9 +70,10 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
     """
     converted = copy.copy(state)
     weights: dict[str, Any] = {}
-    for name, weight in conditioned_weights(model):
-        if name not in state:
-            continue
+    for full_name, weight in conditioned_weights(model):
+        if not state:
+            continue  # the strategy gathers the weights on another process
+        name = _key(full_name, state)
         raw = _raw_in(weight, state[name], name)
         converted[name] = weight.effective(raw)
         entry: dict[str, Any] = {"terms": []}
@@ -99,6 +100,18 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
             # A copy that was made before the correction came (an averaged model) does not know of it.
             converted[key] = forward.strength.detach().clone()
     return converted, {"version": _VERSION, "weights": weights, "tokens": tokens}
+
+
+def _key(name: str, state: Mapping[str, Any]) -> str:
+    """Return the name under which a state dict holds a weight; strategies leave the parts of their wrappers out."""
+    for candidate in (name, clean_name(name)):
+        if candidate in state:
+            return candidate
+    raise CheckpointMismatchError(
+        f"'{name}' carries a correction and is not in the state to be saved; a checkpoint without it would "
+        f"compute something "
+        f"else: save it, or call lit_cond.surgery.fold_ on the model first"
+    )
 
 
 def _raw_in(weight: ConditionedWeight, value: Tensor, name: str) -> Tensor:
@@ -133,9 +146,10 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
         state = checkpoint["state_dict"] = copy.copy(state)
     plain: list[str] = []
     changed: list[str] = []
-    for name, weight in conditioned_weights(model):
+    for full_name, weight in conditioned_weights(model):
+        name = full_name if state is not None and full_name in state else clean_name(full_name)
         if state is not None and name not in state:
-            continue
+            continue  # Lightning's own strict load names what is missing
         value = weight.parameter.detach() if state is None else state[name]
         entry = entries.get(name)
         if weight.baked and "raw" not in (entry or {}):

@@ -32,11 +32,11 @@ Role = Literal["query", "key", "value"]
 Kind = Literal["self", "cross", "channel"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
-_WRAPPER_PARTS = frozenset({"_orig_mod", "_forward_module"})
+_WRAPPER_PARTS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 def clean_name(name: str) -> str:
-    """Return a module name without the parts that `torch.compile` and Lightning's wrappers put in."""
+    """Return a module name without the parts that `torch.compile`, FSDP and Lightning put in."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)
 
 

@@ -2,13 +2,16 @@
 
 import copy
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.tuner import Tuner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import lit_cond
 from lit_cond.callbacks import ConditionedTokens, ConditionNumberMonitor, SpectralConditioning, StrengthSchedule
+from lit_cond.errors import CheckpointMismatchError
 from lit_cond.surgery.weights import conditioned_weights, laid_out_like
 from tests.tiny import TinyModule, TinyTransformer, largest_difference, make_loader, make_module, make_trainer, outputs
 
@@ -147,3 +150,42 @@ def test_a_plain_loop_with_the_functional_interface():
     lit_cond.fold_(model)
     state = model.state_dict()
     assert "blocks.0.conditioned_tokens" in state
+
+
+def test_a_checkpoint_that_leaves_out_a_corrected_weight_is_refused(tmp_path):
+    class Partial(TinyModule):
+        def state_dict(self, *args, **kwargs):
+            state = super().state_dict(*args, **kwargs)
+            del state["net.blocks.0.attn.qkv.weight"]
+            return state
+
+    trainer = fit(tmp_path, Partial(), [SpectralConditioning()])
+    with pytest.raises(CheckpointMismatchError, match=r"net\.blocks\.0\.attn\.qkv\.weight.*is not in the state"):
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+
+def test_a_fit_without_the_callback_trains_the_effective_weights(tmp_path):
+    module = make_module()
+    fit(tmp_path, module, [SpectralConditioning()])
+    before = outputs(module)
+    live = []
+
+    class Look(pl.Callback):
+        def on_train_start(self, trainer, pl_module):
+            live.extend(name for name, weight in conditioned_weights(pl_module) if not weight.baked)
+
+    trainer = fit(tmp_path, module, [ConditionedTokens(strength=0.0), Look()])
+    assert live == []
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    loaded = lit_cond.load_checkpoint(TinyModule, tmp_path / "a.ckpt")
+    assert largest_difference(outputs(loaded), outputs(module)) == 0
+    assert largest_difference(outputs(module), before) > 0
+
+
+def test_the_learning_rate_finder_leaves_no_trace(tmp_path):
+    module = make_module()
+    raw = {name: p.detach().clone() for name, p in module.named_parameters()}
+    trainer = make_trainer(tmp_path, [SpectralConditioning("identity", scale=0.5)], max_epochs=2)
+    Tuner(trainer).lr_find(module, make_loader(), num_training=6, min_lr=1e-5, max_lr=1e-3)
+    lit_cond.uncondition_(module)
+    assert all(torch.equal(raw[name], p) for name, p in module.named_parameters())
