@@ -74,8 +74,7 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
         if not state:
             continue  # the strategy gathers the weights on another process
         name = _key(full_name, state)
-        raw = _raw_in(weight, state[name], name)
-        converted[name] = weight.effective(raw)
+        raw, converted[name] = _both(weight, state[name], name)
         entry: dict[str, Any] = {"terms": []}
         changed = torch.zeros(raw.shape, dtype=torch.bool, device=weight.terms[0].correction.device)
         for term in weight.terms:
@@ -114,18 +113,19 @@ def _key(name: str, state: Mapping[str, Any]) -> str:
     )
 
 
-def _raw_in(weight: ConditionedWeight, value: Tensor, name: str) -> Tensor:
+def _both(weight: ConditionedWeight, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Return the raw and the effective weight of a value in a state dict, which may be either."""
     value = value.detach()
     if not weight.baked:
-        return value
+        return value, weight.effective(value)
     if torch.equal(value, weight.parameter.detach().to(value.device)):
-        return weight.raw_of(value)
+        return weight.raw_of(value), value
     if weight.raw is not None and torch.equal(value, weight.raw.to(value.device)):
-        return value
+        # An averaging callback keeps the raw weights of the model that it has copied.
+        return value, weight.effective(value)
     raise CheckpointMismatchError(
-        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save while `fit` "
-        f"runs, or "
-        f"call lit_cond.surgery.fold_ on the model first"
+        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save while `fit` runs, "
+        f"or call lit_cond.surgery.fold_ on the model first"
     )
 
 
