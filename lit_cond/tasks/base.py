@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
+from lit_cond.checkpoint import restore_corrections
 from lit_cond.errors import ConfigurationError
 from lit_cond.tasks.optim import split_by_decay, warmup_cosine
 
@@ -64,6 +65,10 @@ class Task(LightningModule):
         self.warmup_epochs = warmup_epochs
         self.warmup_steps = warmup_steps
         self.min_lr = min_lr
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the corrections that the checkpoint records, before its weights are loaded."""
+        restore_corrections(self, checkpoint)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Group the trainable parameters for any optimizer of torch.

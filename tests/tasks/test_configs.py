@@ -90,3 +90,16 @@ def test_the_imagenet_job_runs_on_a_small_tree(tmp_path, capsys, monkeypatch):
     task = ImageClassification.load_from_checkpoint(saved[0])
     assert task.num_classes == 3
     assert task.hparams["num_classes"] == 3
+
+
+@pytest.mark.slow
+def test_the_digits_job_reaches_its_accuracy(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lit_cond"])
+    config = str(FOLDER / "digits_vit.yaml")
+    cli.main(["fit", "--config", config, "--trainer.enable_progress_bar", "false"])
+    words = capsys.readouterr().out.split()
+    # Plain training ends near 0.90, see the README.
+    assert float(words[words.index("test/acc") + 1]) >= 0.93
+    assert len(list((tmp_path / "runs" / "digits_vit").rglob("*.ckpt"))) == 2
+    assert list((tmp_path / "runs" / "digits_vit").rglob("events.out.tfevents.*"))
