@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,8 +11,9 @@ import torch
 from lightning.pytorch import LightningModule
 
 from lit_cond.surgery.checkpoint import RECORD_KEY, attach_record_, restore_tokens_
+from lit_cond.surgery.weights import conditioned_weights
 
-__all__ = ["load_checkpoint"]
+__all__ = ["load_checkpoint", "restore_corrections"]
 
 M = TypeVar("M", bound=LightningModule)
 
@@ -39,5 +41,24 @@ def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
     record = checkpoint.get(RECORD_KEY, {})
     restore_tokens_(model, record, add=True)
     model.load_state_dict(checkpoint["state_dict"], strict=kwargs.get("strict", True))
-    attach_record_(model, record)
+    if not any(conditioned_weights(model)):
+        attach_record_(model, record)
     return model
+
+
+def restore_corrections(model: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+    """Give a model that is about to load a checkpoint the corrections that the checkpoint records.
+
+    For `on_load_checkpoint` of a LightningModule: its `load_from_checkpoint` then computes what was saved.
+
+    Args:
+        model: The model, before its weights are loaded.
+        checkpoint: The checkpoint.
+
+    Raises:
+        CheckpointMismatchError: If the model corrects tokens and the checkpoint does not.
+    """
+    record = checkpoint.get(RECORD_KEY, {})
+    restore_tokens_(model, record, add=True)
+    if "state_dict" in checkpoint and not any(conditioned_weights(model)):
+        attach_record_(model, record)

@@ -124,7 +124,7 @@ def _both(weight: ConditionedWeight, value: Tensor, name: str) -> tuple[Tensor, 
         # An averaging callback keeps the raw weights of the model that it has copied.
         return value, weight.effective(value)
     raise CheckpointMismatchError(
-        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save while `fit` runs, "
+        f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save during `fit`, "
         f"or call lit_cond.surgery.fold_ on the model first"
     )
 
