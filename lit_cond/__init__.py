@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lit_cond.checkpoint import load_checkpoint
     from lit_cond.runs import load_run
-    from lit_cond.surgery import TokenRule, WeightRule, condition_, fold_, uncondition_
+    from lit_cond.surgery import TokenRule, WeightRule, condition_, effective_state_dict, fold_, uncondition_
 
 __all__ = [
     "TokenRule",
     "WeightRule",
     "__version__",
     "condition_",
+    "effective_state_dict",
     "fold_",
     "load_checkpoint",
     "load_run",
@@ -26,6 +27,7 @@ _HOMES = {
     "TokenRule": "lit_cond.surgery",
     "WeightRule": "lit_cond.surgery",
     "condition_": "lit_cond.surgery",
+    "effective_state_dict": "lit_cond.surgery",
     "fold_": "lit_cond.surgery",
     "load_checkpoint": "lit_cond.checkpoint",
     "load_run": "lit_cond.runs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from lightning.pytorch import LightningModule
 
+from lit_cond.errors import CheckpointMismatchError
 from lit_cond.surgery.checkpoint import RECORD_KEY, attach_record_, restore_tokens_
 from lit_cond.surgery.weights import conditioned_weights
 
@@ -26,14 +28,21 @@ def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
 
     Args:
         cls: The LightningModule class.
-        path: The checkpoint; only tensors and plain values are unpickled.
+        path: The checkpoint; only tensors and plain values are unpickled unless `weights_only=False` is given.
         **kwargs: Arguments of `cls.load_from_checkpoint`, such as constructor arguments that were not saved.
 
     Raises:
         CheckpointMismatchError: If the checkpoint does not fit the class.
         RuntimeError: If names or shapes of weights differ.
     """
-    checkpoint = torch.load(path, map_location=kwargs.get("map_location", "cpu"), weights_only=True)
+    weights_only = kwargs.get("weights_only", True)
+    try:
+        checkpoint = torch.load(path, map_location=kwargs.get("map_location", "cpu"), weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        reason = str(error).splitlines()[0]
+        raise CheckpointMismatchError(
+            f"'{path}' holds more than tensors and plain values ({reason}); if you trust it, pass weights_only=False"
+        ) from None
     with warnings.catch_warnings():
         # The first pass may not know corrected tokens; the second one is strict.
         warnings.filterwarnings("ignore", message="Found keys that are not in the model state dict")

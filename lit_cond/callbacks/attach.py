@@ -18,8 +18,8 @@ from typing_extensions import override
 
 from lit_cond.callbacks.strength_schedule import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
-from lit_cond.surgery.apply import bake_, condition_, set_strength_, strengths, unbake_
-from lit_cond.surgery.checkpoint import RECORD_KEY, restore_tokens_, to_effective, to_raw_
+from lit_cond.surgery.apply import bake_, condition_, set_strength_, strengths, unbake_, uncondition_
+from lit_cond.surgery.checkpoint import RECORD_KEY, raw_state, restore_tokens_, to_effective, to_raw_
 from lit_cond.surgery.rules import Rule, WeightRule
 from lit_cond.surgery.tokens import token_forwards
 from lit_cond.surgery.weights import conditioned_weights, is_attached
@@ -87,8 +87,15 @@ class _SaveCheckpoint(_Wrapped):
                 "use another "
                 "strategy with conditioning callbacks"
             )
+        # Lightning's averaging callbacks put the average into the state dict and the model's own state beside it.
+        current = checkpoint.get("current_model_state")
+        if current is not None:
+            checkpoint["current_model_state"] = raw_state(self.module, current)
         checkpoint["state_dict"], record = to_effective(
-            self.module, checkpoint["state_dict"], resumable="optimizer_states" in checkpoint
+            self.module,
+            checkpoint["state_dict"],
+            resumable="optimizer_states" in checkpoint,
+            averaged=current is not None,
         )
         if record["weights"] or record["tokens"]:
             checkpoint[RECORD_KEY] = record
@@ -105,11 +112,12 @@ class _LoadCheckpoint(_Wrapped):
         self.loaded = False
 
     def __call__(self, checkpoint: dict[str, Any]) -> None:
+        # First the module's own hook, which may rename what the checkpoint holds.
+        self.call_inner(checkpoint)
         # An evaluation takes the corrections of tokens from the checkpoint; a fit takes them from its callbacks.
         restore_tokens_(self.module, checkpoint.get(RECORD_KEY, {}), add=not self.fitting)
         to_raw_(self.module, checkpoint)
         self.loaded = True
-        self.call_inner(checkpoint)
 
 
 class ConditioningCallback(Callback):
@@ -162,12 +170,10 @@ class ConditioningCallback(Callback):
         """
         if isinstance(self.rule, WeightRule):
             unbake_(pl_module, self.rule)
-        present = self.present(pl_module)
-        self._fresh = not present
-        if not present:
+        self._fresh = not self.present(pl_module)
+        if self._fresh:
             condition_(pl_module, self.rule)
-            present = self.present(pl_module)
-        self._names = present
+        self._names = self.present(pl_module)
 
     def present(self, pl_module: LightningModule) -> list[str]:
         """Return the names of what carries this callback's rule."""
@@ -202,6 +208,8 @@ class ConditioningCallback(Callback):
         for _, weight in conditioned_weights(pl_module):
             for term in weight.terms:
                 term.to_(weight.parameter.device)
+        for _, forward in token_forwards(pl_module):
+            forward.to_(pl_module.device)
         rank_zero_info(self.describe(pl_module))
 
     @override
@@ -213,16 +221,17 @@ class ConditioningCallback(Callback):
         self._use_own_strength(trainer, pl_module)
 
     def _use_own_strength(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After a resume the strength is this callback's, not the checkpoint's, unless a schedule moves it."""
+        """Use this callback's strength, not that of a checkpoint or an earlier fit, unless a schedule moves it."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        if not self.was_loaded(pl_module) or any(isinstance(c, StrengthSchedule) for c in callbacks):
+        kind = "weights" if isinstance(self.rule, WeightRule) else "tokens"
+        if any(isinstance(c, StrengthSchedule) and c.applies_to in ("all", kind) for c in callbacks):
             return
         saved = {value for value in strengths(pl_module, self.rule) if not math.isclose(value, self.rule.strength)}
         if saved:
             set_strength_(pl_module, self.rule.strength, self.rule)
             before = ", ".join(f"{value:g}" for value in sorted(saved))
             rank_zero_warn(
-                f"{type(self).__name__} was saved with strength {before} and goes on with {self.rule.strength:g}",
+                f"{type(self).__name__} was at strength {before} and goes on with {self.rule.strength:g}",
                 category=LitCondWarning,
             )
 
@@ -243,4 +252,7 @@ class ConditioningCallback(Callback):
         while isinstance(configure, _ConfigureModel):
             configure.uninstall()
             configure = pl_module.__dict__.get("configure_model")
+        if self._fresh and trainer.global_step == 0:
+            # Nothing was trained: leave the model as it came.
+            uncondition_(pl_module, self.rule)
         bake_(pl_module)

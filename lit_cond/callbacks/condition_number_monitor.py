@@ -1,6 +1,7 @@
 """The callback that measures condition numbers while training."""
 
 import math
+import re
 import warnings
 from typing import Any, Literal, get_args
 
@@ -14,7 +15,7 @@ from lit_cond.errors import ConfigurationError, LitCondWarning, NoMatchingTarget
 from lit_cond.surgery.find import TokenSite, find_attention, find_token_sites
 from lit_cond.surgery.report import measure_weights, spectra
 from lit_cond.surgery.rules import TokenRule
-from lit_cond.surgery.sites import AttentionSite
+from lit_cond.surgery.sites import AttentionSite, clean_name
 from lit_cond.surgery.tokens import TokenForward, token_forwards
 
 __all__ = ["ConditionNumberMonitor"]
@@ -113,6 +114,12 @@ class ConditionNumberMonitor(Callback):
         )
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew with a new training; a resume restores the state after this."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._measured_at, self._last, self._resumed = -1, {}, False
+
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find what to measure.
 
@@ -124,7 +131,7 @@ class ConditionNumberMonitor(Callback):
             self._sites = find_attention(pl_module, self.include, self.exclude)
         if "tokens" in self.quantities:
             # The blocks whose tokens are corrected, else the block where they enter.
-            names = [name for name, _ in token_forwards(pl_module)] or None
+            names = "|".join(re.escape(clean_name(name)) for name, _ in token_forwards(pl_module)) or None
             try:
                 self._token_sites = find_token_sites(pl_module, names)
             except NoMatchingTargetError as error:
@@ -141,7 +148,7 @@ class ConditionNumberMonitor(Callback):
             self._log_metrics(pl_module, self._last)
             self._resumed = False
         step = trainer.global_step
-        if step % self.every_n_steps or step == self._measured_at:
+        if step // self.every_n_steps == self._measured_at // self.every_n_steps:
             return
         self._measured_at = step
         self._pending, self._spectra = {}, {}

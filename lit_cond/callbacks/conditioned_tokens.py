@@ -80,8 +80,8 @@ class ConditionedTokens(ConditioningCallback):
         """Return which blocks get corrected tokens."""
         rule = self.rule
         head = f"ConditionedTokens: correction={rule.correction}, scale={rule.scale}, detach={rule.detach}"
-        lines = [f"  input of '{n}', {f.width} channels" for n, f in token_forwards(pl_module) if f.rule == rule]
-        return "\n".join([head, *lines])
+        mine = [(n, f) for n, f in token_forwards(pl_module) if f.rule.settings() == rule.settings()]
+        return "\n".join([head, *(f"  input of '{name}', {forward.width} channels" for name, forward in mine)])
 
     def _say_if_plain(self, pl_module: LightningModule) -> None:
         if not any(token_forwards(pl_module)):

@@ -27,7 +27,8 @@ class SpectralConditioning(ConditioningCallback):
 
     The forward pass reads `W + strength * C`, and W is trained.
     C is computed once, when `fit` starts. Checkpoints, and the model when `fit` has ended, hold the effective weight
-    under its plain name, so a plain model loads them and computes the same; resuming is exact.
+    under its plain name, so a plain model loads them and computes the same; resuming is exact. While `fit` runs, the
+    module's own `state_dict` holds the raw weight; `lit_cond.effective_state_dict(module)` gives the effective one.
 
     Source: Saratchandran & Lucey, Spectral Conditioning of Attention, NeurIPS 2025.
 
@@ -88,11 +89,16 @@ class SpectralConditioning(ConditioningCallback):
             self._warn_if_saturated(pl_module)
 
     @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take up the rhythm of refreshes where the training begins or goes on."""
+        super().on_train_start(trainer, pl_module)
+        self._refreshed_at = max(trainer.global_step - 1, 0)
+
+    @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Compute the corrections anew where the interval asks for it."""
         step, every = trainer.global_step, self.refresh_every_n_steps
-        if every is not None and step > 0 and step % every == 0 and step != self._refreshed_at:
-            # Needs no state: after a resume at this very step the raw weights, and so C, are the same again.
+        if every is not None and step // every != self._refreshed_at // every:
             refresh_(pl_module, self.rule)
             self._refreshed_at = step
 

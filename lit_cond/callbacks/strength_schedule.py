@@ -19,7 +19,7 @@ AppliesTo = Literal["all", "weights", "tokens"]
 class StrengthSchedule(Callback):
     """Moves the strength of `SpectralConditioning` and `ConditionedTokens` by the optimizer step.
 
-    Logs `cond/strength` (dimensionless). All schedules but "measured" are functions of the step alone.
+    Logs `cond/strength/<applies_to>` (dimensionless). All schedules but "measured" are functions of the step alone.
 
     Args:
         schedule: "constant" (`end` from the first step), "linear", "cosine" or "step" (four levels) from `start` to
@@ -102,6 +102,12 @@ class StrengthSchedule(Callback):
         return scheduled_strength(self.schedule, step, self.start, self.end, int(num_steps))
 
     @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Begin anew with a new training; a resume restores the state after this."""
+        if stage == "fit" and trainer.global_step == 0:
+            self._strength, self._value, self._moved_at = self.start, None, -1
+
+    @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that there is something to schedule.
 
@@ -123,7 +129,8 @@ class StrengthSchedule(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Set the strength of the step that begins."""
         step = trainer.global_step
-        if self.schedule == "measured" and step % self.every_n_steps == 0 and step != self._moved_at:
+        every = self.every_n_steps
+        if self.schedule == "measured" and step // every != self._moved_at // every:
             self._moved_at = step
             if self._value is not None and self.target is not None:
                 self._strength = measured_strength(
@@ -131,7 +138,7 @@ class StrengthSchedule(Callback):
                 )
         value = self.strength_at(trainer, step)
         set_strength_(pl_module, value, self.applies_to)
-        pl_module.log("cond/strength", value, batch_size=1)
+        pl_module.log(f"cond/strength/{self.applies_to}", value, batch_size=1)
 
     @override
     def on_train_batch_end(

@@ -128,6 +128,9 @@ def _term(group: list[_Target], rule: WeightRule, strength: Tensor) -> Term:
             f"the weights of '{group[0].site.name}' are on the meta device; materialise the model before "
             f"conditioning it"
         )
+    if not bool(gathered(parameter).isfinite().all()):
+        name = group[0].site.name
+        raise ConfigurationError(f"the weights of '{name}' hold NaN or Inf; load or initialise them first")
     # Tied weights show the same matrix at several sites.
     blocks = list(dict.fromkeys((target.view.layout, _num_blocks(target, rule)) for target in group))
     return Term(rule, blocks, compute_correction(rule, blocks, parameter), strength)
@@ -207,6 +210,11 @@ def _check_free(weight: ConditionedWeight, term: Term, name: str) -> None:
         )
 
 
+def _same(rule: Rule, other: Rule | None) -> bool:
+    """Whether two rules make the same correction, whatever its strength; None stands for all rules."""
+    return other is None or rule.settings() == other.settings()
+
+
 def _groups(model: nn.Module) -> Iterator[list[ConditionedWeight]]:
     """Conditioned weights by parameter: the places of a tied one together."""
     groups: dict[int, dict[int, ConditionedWeight]] = defaultdict(dict)
@@ -242,8 +250,7 @@ def unbake_(model: nn.Module, rule: WeightRule | None = None) -> None:
     """
     parents = _parents(model)
     for group in _groups(model):
-        wanted = rule is None or any(term.rule.settings() == rule.settings() for term in group[0].terms)
-        if not group[0].baked or not wanted:
+        if not group[0].baked or not any(_same(term.rule, rule) for term in group[0].terms):
             continue
         parameter = group[0].parameter
         parameter.copy_(group[0].raw_of(parameter.detach()))
@@ -261,19 +268,19 @@ def uncondition_(model: nn.Module, rule: Rule | None = None) -> None:
         rule: Take back the corrections of this rule only.
     """
     for group in _groups(model):
-        if not any(rule is None or term.rule == rule for term in group[0].terms):
+        if not any(_same(term.rule, rule) for term in group[0].terms):
             continue
         if group[0].baked:
             group[0].parameter.copy_(group[0].current_raw)
             for weight in group:
                 weight.raw = None
         for weight in group:
-            weight.terms = [term for term in weight.terms if rule is not None and term.rule != rule]
+            weight.terms = [term for term in weight.terms if not _same(term.rule, rule)]
             if not weight.terms:
                 detach(weight)
                 forget(weight)
     for _, forward in list(token_forwards(model)):
-        if rule is None or forward.rule == rule:
+        if _same(forward.rule, rule):
             detach_tokens(forward)
 
 
@@ -302,7 +309,7 @@ def refresh_(model: nn.Module, rule: WeightRule | None = None) -> None:
     for group in _groups(model):
         raw = group[0].current_raw
         for term in {id(term): term for weight in group for term in weight.terms}.values():
-            if rule is None or term.rule == rule:
+            if _same(term.rule, rule):
                 term.correction = compute_correction(term.rule, term.blocks, raw)
 
 
@@ -315,13 +322,13 @@ def effective_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _carriers(model: nn.Module, applies_to: AppliesTo | Rule) -> Iterator[Term | TokenForward]:
-    rule = None if isinstance(applies_to, str) else applies_to.settings()
+    rule = None if isinstance(applies_to, str) else applies_to
     if isinstance(applies_to, WeightRule) or applies_to in ("all", "weights"):
         for _, weight in conditioned_weights(model):
-            yield from (term for term in weight.terms if rule is None or term.rule.settings() == rule)
+            yield from (term for term in weight.terms if _same(term.rule, rule))
     if isinstance(applies_to, TokenRule) or applies_to in ("all", "tokens"):
         for _, forward in token_forwards(model):
-            if rule is None or forward.rule.settings() == rule:
+            if _same(forward.rule, rule):
                 yield forward
 
 

@@ -9,6 +9,7 @@ wherever C is not zero (elsewhere raw and effective are equal). The record holds
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import astuple, replace
@@ -32,7 +33,7 @@ from lit_cond.surgery.weights import (
     raw_weight,
 )
 
-__all__ = ["RECORD_KEY", "attach_record_", "restore_tokens_", "to_effective", "to_raw_"]
+__all__ = ["RECORD_KEY", "attach_record_", "raw_state", "restore_tokens_", "to_effective", "to_raw_"]
 
 RECORD_KEY = "lit_cond"
 _VERSION = 1
@@ -57,13 +58,16 @@ def _unpack(packed: Mapping[str, Tensor], base: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def to_effective(
+    model: nn.Module, state: dict[str, Any], *, resumable: bool, averaged: bool = False
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a state dict with effective weights under plain names, and the record that undoes it.
 
     Args:
         model: The conditioned model, live or baked.
         state: A state dict of the model, or of a copy of it that averages its weights.
         resumable: Whether the record shall hold what exact resuming needs.
+        averaged: Whether `state` is of a copy that averages raw weights and is no longer those of the model.
 
     Raises:
         CheckpointMismatchError: If it can not be told whether a weight in `state` is raw or effective.
@@ -74,7 +78,7 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
         if not state:
             continue  # the strategy gathers the weights on another process
         name = _key(full_name, state)
-        raw, converted[name] = _both(weight, state[name], name)
+        raw, converted[name] = _both(weight, state[name], name, averaged=averaged)
         entry: dict[str, Any] = {"terms": []}
         changed = torch.zeros(raw.shape, dtype=torch.bool, device=weight.terms[0].correction.device)
         for term in weight.terms:
@@ -94,10 +98,8 @@ def to_effective(model: nn.Module, state: dict[str, Any], *, resumable: bool) ->
     tokens: dict[str, Any] = {}
     for name, forward in token_forwards(model):
         tokens[name] = {"rule": forward.rule.settings(), "strength": float(forward.strength)}
-        key = f"{name}.{STATE_KEY}"
-        if key not in converted:
-            # A copy that was made before the correction came (an averaged model) does not know of it.
-            converted[key] = forward.strength.detach().clone()
+        # A copy of the model that averages its weights holds the strength of the time when it was made.
+        converted[f"{name}.{STATE_KEY}"] = forward.strength.detach().clone()
     return converted, {"version": _VERSION, "weights": weights, "tokens": tokens}
 
 
@@ -113,15 +115,24 @@ def _key(name: str, state: Mapping[str, Any]) -> str:
     )
 
 
-def _both(weight: ConditionedWeight, value: Tensor, name: str) -> tuple[Tensor, Tensor]:
+def raw_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict of a model with raw weights, whether the model is live or baked."""
+    converted = dict(state)
+    for full_name, weight in conditioned_weights(model):
+        if weight.baked and state:
+            name = _key(full_name, state)
+            converted[name] = weight.raw_of(state[name].detach())
+    return converted
+
+
+def _both(weight: ConditionedWeight, value: Tensor, name: str, *, averaged: bool) -> tuple[Tensor, Tensor]:
     """Return the raw and the effective weight of a value in a state dict, which may be either."""
     value = value.detach()
     if not weight.baked:
         return value, weight.effective(value)
     if torch.equal(value, weight.parameter.detach().to(value.device)):
         return weight.raw_of(value), value
-    if weight.raw is not None and torch.equal(value, weight.raw.to(value.device)):
-        # An averaging callback keeps the raw weights of the model that it has copied.
+    if averaged or (weight.raw is not None and torch.equal(value, weight.raw.to(value.device))):
         return value, weight.effective(value)
     raise CheckpointMismatchError(
         f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save during `fit`, "
@@ -144,6 +155,14 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     state: dict[str, Any] | None = checkpoint.get("state_dict")
     if state is not None:
         state = checkpoint["state_dict"] = copy.copy(state)
+    known = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
+    strangers = [name for name in entries if clean_name(name) not in known]
+    if strangers:
+        raise CheckpointMismatchError(
+            f"the checkpoint corrects '{strangers[0]}', which is no parameter of the model; where names of the "
+            f"state dict "
+            f"are changed, change those in checkpoint['{RECORD_KEY}']['weights'] as well"
+        )
     plain: list[str] = []
     changed: list[str] = []
     for full_name, weight in conditioned_weights(model):
@@ -245,7 +264,7 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
                     f"correction={rule.correction!r}, scale={rule.scale!r}) to the callbacks, or load it with "
                     f"lit_cond.load_checkpoint"
                 )
-            condition_(model, replace(rule, include=(clean_name(name),)))
+            condition_(model, replace(rule, include=re.escape(clean_name(name))))
             added = dict(token_forwards(model))[name]
             added.rule = rule
         elif present[name].rule.settings() != rule.settings():

@@ -62,12 +62,14 @@ class FusedLayout:
         order: Roles in the order of their rows.
         per_head: Whether rows are grouped by head first, (heads, roles, head width), and not (roles, heads, width).
         kind: What the softmax runs over.
+        causal: Whether a position sees earlier ones only; what the module itself says counts as well.
     """
 
     weight: str = "qkv"
     order: tuple[Role, ...] = ROLES
     per_head: bool = False
     kind: Kind = "self"
+    causal: bool = False
 
 
 _BLOCK = FusedLayout()
@@ -146,6 +148,7 @@ def register_fused(
     *,
     per_head: bool = False,
     kind: Kind = "self",
+    causal: bool = False,
 ) -> None:
     """Declare how a class of your own stores its fused query, key and value weight.
 
@@ -155,6 +158,7 @@ def register_fused(
         order: Roles in the order of their rows.
         per_head: Whether the rows are grouped by head first; the module must then say how many heads it has.
         kind: What the softmax runs over.
+        causal: Whether a position sees earlier ones only.
 
     Raises:
         ConfigurationError: If `order` is not a permutation of query, key and value.
@@ -165,7 +169,7 @@ def register_fused(
     """
     if sorted(order) != sorted(ROLES):
         raise ConfigurationError(f"`order` must hold query, key and value once each, got {list(order)}")
-    FUSED[f"{cls.__module__}.{cls.__qualname__}"] = FusedLayout(weight, tuple(order), per_head, kind)
+    FUSED[f"{cls.__module__}.{cls.__qualname__}"] = FusedLayout(weight, tuple(order), per_head, kind, causal)
 
 
 def _first_int(module: nn.Module, names: Sequence[str]) -> int | None:
@@ -178,7 +182,18 @@ def _first_int(module: nn.Module, names: Sequence[str]) -> int | None:
 
 
 def _is_causal(module: nn.Module) -> bool:
-    return any(getattr(module, name, False) is True for name in ("is_causal", "causal"))
+    """Whether a module shows that positions see earlier ones only: by a flag, its name or a triangular buffer."""
+    if any(getattr(module, name, False) is True for name in ("is_causal", "causal")):
+        return True
+    if "causal" in type(module).__name__.lower():
+        return True
+    for _, buffer in module.named_buffers(recurse=False):
+        square = buffer.ndim >= 2 and buffer.shape[-1] == buffer.shape[-2] > 1 and not buffer.is_meta
+        if square and bool((buffer.triu(1) == 0).all()) and bool((buffer.tril() != 0).any()):
+            return True
+        if square and buffer.dtype == torch.bool and torch.equal(buffer, torch.ones_like(buffer).triu(1)):
+            return True
+    return False
 
 
 def _view(owner: nn.Module, rows: RowSet, name: str = "weight", *, transposed: bool = False) -> WeightView:
@@ -248,7 +263,7 @@ def _fused(module: nn.Module) -> AttentionSite | None:
         else:
             rows = RowSet.span(i * width, width)
         views[role] = _view(owner, rows)
-    return AttentionSite("", module, views, heads, heads, layout.kind, _is_causal(module))
+    return AttentionSite("", module, views, heads, heads, layout.kind, layout.causal or _is_causal(module))
 
 
 @register_family("separate")

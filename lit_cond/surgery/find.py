@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_cond.errors import NoMatchingTargetError, UnknownAttentionError
 from lit_cond.surgery.families import describe, suspicion, unknown_attention
-from lit_cond.surgery.selection import Pattern, matches, nothing_matched
+from lit_cond.surgery.selection import Pattern, matches, nothing_matched, unmatched
 from lit_cond.surgery.sites import AttentionSite, clean_name
 
 __all__ = ["TokenSite", "find_attention", "find_token_sites"]
@@ -24,17 +24,18 @@ class TokenSite:
         name: Dotted name of the module, without wrapper parts.
         module: The module.
         attention: The first attention layer inside it.
-        ancestors: The modules around it, outermost first, without the root.
     """
 
     name: str
     module: nn.Module
     attention: AttentionSite
-    ancestors: tuple[nn.Module, ...]
 
 
-def _aliases(site: AttentionSite) -> list[str]:
-    return [site.name, *site.owner_names.values()]
+def _aliases(name: str, site: AttentionSite | None = None) -> list[str]:
+    """The names by which a layer may be selected: its own, of owners of its weights, and of modules around it."""
+    parts = name.split(".")
+    around = [".".join(parts[:i]) for i in range(1, len(parts))]
+    return [name, *(site.owner_names.values() if site is not None else ()), *around]
 
 
 def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern = None) -> list[AttentionSite]:
@@ -55,7 +56,7 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
     found: list[AttentionSite] = []
     unknown: list[tuple[str, UnknownAttentionError]] = []
     for module, name in names.items():
-        excluded = matches(exclude, [name])
+        excluded = matches(exclude, _aliases(name))
         try:
             site = _describe(module)
         except UnknownAttentionError as error:
@@ -65,10 +66,13 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
         if site is not None:
             owners = {role: names[view.module] for role, view in site}
             found.append(replace(site, name=name, owner_names=owners))
-    wanted = [s for s in found if include is None or matches(include, _aliases(s))]
-    wanted = [s for s in wanted if not matches(exclude, _aliases(s))]
+    for pattern in (include, exclude):
+        for entry in unmatched(pattern, names.values()):
+            raise nothing_matched("attention layers", entry, None, [s.name for s in found])
+    wanted = [s for s in found if include is None or matches(include, _aliases(s.name, s))]
+    wanted = [s for s in wanted if not matches(exclude, _aliases(s.name, s))]
     for name, problem in unknown:
-        if include is None or matches(include, [name]):
+        if include is None or matches(include, _aliases(name)):
             raise UnknownAttentionError(f"'{name}': {problem}")
     if not wanted:
         raise nothing_matched("attention layers", include, exclude, [s.name for s in found])
@@ -121,7 +125,7 @@ def find_token_sites(model: nn.Module, include: Pattern = None) -> list[TokenSit
             for outer, prefix in itertools.pairwise(prefixes)
             if isinstance(modules[outer], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
         ]
-        if not inside or isinstance(modules[inside[-1]], nn.MultiheadAttention):
+        if not inside or modules[inside[-1]] is first.module:
             raise NoMatchingTargetError(
                 f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens "
                 f"enter is not "
@@ -137,7 +141,7 @@ def find_token_sites(model: nn.Module, include: Pattern = None) -> list[TokenSit
         below = [s for s in sites if s.name == name or s.name.startswith(f"{name}.")]
         if not below:
             raise NoMatchingTargetError(f"the module '{name}' holds no attention layer; name a block that does")
-        result.append(TokenSite(name, modules[name], below[0], _ancestors(modules, name)))
+        result.append(TokenSite(name, modules[name], below[0]))
     return result
 
 
@@ -153,9 +157,3 @@ def _attention_below(model: nn.Module) -> Sequence[AttentionSite]:
         if site is not None:
             result.append(replace(site, name=name))
     return result
-
-
-def _ancestors(modules: dict[str, nn.Module], name: str) -> tuple[nn.Module, ...]:
-    parts = name.split(".")
-    names = [".".join(parts[:i]) for i in range(1, len(parts))]
-    return tuple(modules[n] for n in names if n in modules)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from lit_cond.errors import ConfigurationError
 
-__all__ = ["leaks_from_future", "valid_tokens"]
+__all__ = ["cached_length", "leaks_from_future", "valid_tokens"]
 
-_PADDING_NAMES = ("src_key_padding_mask", "key_padding_mask")
-_ATTENTION_NAMES = ("attention_mask", "src_mask", "attn_mask", "mask")
+_PADDING_NAMES = ("src_key_padding_mask", "tgt_key_padding_mask", "key_padding_mask", "padding_mask")
+_ATTENTION_NAMES = ("attention_mask", "src_mask", "tgt_mask", "attn_mask", "causal_mask", "mask")
 
 
 def _keeps(mask: Tensor, *, additive: bool) -> Tensor:
@@ -60,7 +60,24 @@ def valid_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> Tenso
         if mask.ndim == 4 and mask.shape[-1] == length:
             seen = _keeps(mask, additive=mask.is_floating_point()).any(dim=2).any(dim=1)
             return seen.expand(batch, length)
+    for name, mask in arguments.items():
+        known = name in _PADDING_NAMES or name in _ATTENTION_NAMES or name.startswith("memory")
+        if "mask" in name and not known and isinstance(mask, Tensor) and mask.shape == (batch, length):
+            raise ConfigurationError(
+                f"`{name}` looks like a mask of padding and its meaning is not known; pass it to the block as "
+                f"`key_padding_mask` (True where a token is padding) or `attention_mask` (True where it is real)"
+            )
     return None
+
+
+def cached_length(cache: Any) -> int:
+    """Return how many earlier tokens a cache of keys and values holds, 0 where there is none."""
+    if cache is None:
+        return 0
+    length = getattr(cache, "get_seq_length", None)
+    if callable(length):
+        return int(length())
+    return int(cache[0].shape[-2]) if isinstance(cache, (tuple, list)) and cache else 0
 
 
 def leaks_from_future(arguments: Mapping[str, Any]) -> bool:
@@ -68,7 +85,7 @@ def leaks_from_future(arguments: Mapping[str, Any]) -> bool:
 
     Reads the values of a square mask, which waits for the device: call it once, not at every step.
     """
-    if any(arguments.get(name) is True for name in ("is_causal", "causal")):
+    if any(arguments.get(name) is True for name in ("is_causal", "causal", "tgt_is_causal")):
         return True
     for name in _ATTENTION_NAMES:
         mask = arguments.get(name)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from lit_cond.errors import ConfigurationError, NoMatchingTargetError
 
-__all__ = ["Pattern", "matches", "nothing_matched"]
+__all__ = ["Pattern", "matches", "nothing_matched", "unmatched"]
 
 Pattern = str | Sequence[str] | None
 
@@ -33,6 +33,14 @@ def matches(pattern: Pattern, names: Iterable[str]) -> bool:
             raise ConfigurationError(f"the pattern {pattern!r} is not a regular expression: {error}") from None
         return any(compiled.fullmatch(name) for name in names)
     return any(name == entry or name.endswith(f".{entry}") for name in names for entry in pattern)
+
+
+def unmatched(pattern: Pattern, names: Iterable[str]) -> list[str]:
+    """Return the entries of a pattern that fit none of the names; a misspelt one must not pass in silence."""
+    entries: Sequence[Pattern] = [pattern] if pattern is None or isinstance(pattern, str) else [[p] for p in pattern]
+    known = list(names)
+    missed = [entry for entry in entries if entry is not None and not matches(entry, known)]
+    return [entry if isinstance(entry, str) else entry[0] for entry in missed]
 
 
 def nothing_matched(what: str, pattern: Pattern, exclude: Pattern, candidates: Sequence[str]) -> NoMatchingTargetError:

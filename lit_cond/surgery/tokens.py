@@ -8,6 +8,7 @@ name.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional.tokens import is_prefix_safe, token_correction
 from lit_cond.surgery.find import TokenSite
-from lit_cond.surgery.masks import leaks_from_future, valid_tokens
+from lit_cond.surgery.masks import cached_length, leaks_from_future, valid_tokens
 from lit_cond.surgery.rules import TokenRule
 from lit_cond.surgery.scope import InstanceForward, install, remove, wrappers
 
@@ -29,23 +30,6 @@ _CAUSAL_MESSAGE = (
     "the correction of '{name}' would let a position see later tokens (its attention is causal); use "
     "correction='identity' with a numeric scale"
 )
-
-
-class _ForwardCounter(InstanceForward):
-    """Marks the begin of a forward of the network around a block, so that a block called twice is corrected once."""
-
-    def __init__(self, module: nn.Module, target: TokenForward) -> None:
-        super().__init__(module)
-        self.target = target
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.target.depth == 0:
-            self.target.done = False
-        self.target.depth += 1
-        try:
-            return self.call_inner(*args, **kwargs)
-        finally:
-            self.target.depth -= 1
 
 
 class TokenForward(InstanceForward):
@@ -68,20 +52,22 @@ class TokenForward(InstanceForward):
         self.width = site.attention.width
         self.batch_first = site.attention.batch_first
         self.prefix_safe = is_prefix_safe(rule.correction, rule.scale)
-        self.depth = 0
-        self.done = False
-        self.counters: list[_ForwardCounter] = []
         self.handles: list[Any] = []
         self._mask_seen = False
+        self._last_output: weakref.ref[Tensor] | None = None
         if site.attention.causal and not self.prefix_safe:
             raise ConfigurationError(_CAUSAL_MESSAGE.format(name=site.name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Correct the first floating-point tensor argument and run the block."""
-        if self.depth and self.done:
-            return self.call_inner(*args, **kwargs)
-        self.done = True
+        """Correct the first floating-point tensor argument and run the block.
+
+        A block that is called again on its own output (layers that share weights, as in ALBERT) is not at the
+        entrance any
+        more: those tokens pass as they are.
+        """
         place, tokens = self.find_tokens(args, kwargs)
+        if self._last_output is not None and self._last_output() is tokens:
+            return self._remember(self.call_inner(*args, **kwargs))
         if tokens.is_nested:
             corrected = self._correct_nested(tokens)
         else:
@@ -90,7 +76,16 @@ class TokenForward(InstanceForward):
             kwargs = {**kwargs, place: corrected}
         else:
             args = (*args[:place], corrected, *args[place + 1 :])
-        return self.call_inner(*args, **kwargs)
+        return self._remember(self.call_inner(*args, **kwargs))
+
+    def _remember(self, output: Any) -> Any:
+        tokens = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(tokens, Tensor):
+            self._last_output = weakref.ref(tokens)
+        return output
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last_output": None}
 
     def find_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, Tensor]:
         """Return where among the arguments the tokens are, and the tokens.
@@ -114,9 +109,16 @@ class TokenForward(InstanceForward):
         names = list(inspect.signature(type(self.module).forward).parameters)[1:]
         named = {**dict(zip(names, args, strict=False)), **kwargs}
         if not self.prefix_safe and not self._mask_seen:
-            self._mask_seen = True
             if leaks_from_future(named):
                 raise ConfigurationError(_CAUSAL_MESSAGE.format(name=self.name))
+            # Reading a mask waits for the device, so the first harmless one of more than one token decides.
+            self._mask_seen = tokens.shape[1 if self.batch_first else 0] > 1
+        if any(cached_length(named.get(name)) for name in ("cache", "past_key_values", "past_key_value", "layer_past")):
+            raise ConfigurationError(
+                f"the tokens at '{self.name}' are conditioned by their position in the sequence, which a cache of "
+                f"earlier "
+                f"tokens hides; generate with use_cache=False"
+            )
         axis = self.channel_axis(tokens)
         if tokens.ndim != 3 or axis != 2:
             return None
@@ -177,7 +179,7 @@ class TokenForward(InstanceForward):
             source, mask, correction=self.rule.correction, scale=self.rule.scale, backend=self.rule.backend
         )
         if self.strength.device != tokens.device:
-            self.strength = self.strength.to(tokens.device)
+            self.to_(tokens.device)
         moved = tokens.movedim(self.channel_axis(tokens), -1)
         if moved.ndim == 3 and not self.batch_first:
             correction = correction.transpose(0, 1)
@@ -185,6 +187,11 @@ class TokenForward(InstanceForward):
         with torch.autocast(tokens.device.type, enabled=False):
             corrected = torch.addcmul(tokens.to(shaped.dtype), shaped, self.strength.to(shaped.dtype))
         return corrected.to(tokens.dtype)
+
+    def to_(self, device: torch.device) -> None:
+        """Move the strength to the device of the tokens."""
+        with torch.inference_mode(False):  # a tensor made under inference mode could not be changed any more
+            self.strength = self.strength.to(device)
 
     def _correct_nested(self, tokens: Tensor) -> Tensor:
         """Correct sequences that `nn.TransformerEncoder` has packed without their padding."""
@@ -234,11 +241,6 @@ def attach_tokens(site: TokenSite, rule: TokenRule) -> TokenForward:
     """Correct the tokens at a site from now on."""
     forward = TokenForward(site, rule, torch.tensor(float(rule.strength)))
     install(forward)
-    for ancestor in site.ancestors:
-        if not isinstance(ancestor, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
-            counter = _ForwardCounter(ancestor, forward)
-            install(counter)
-            forward.counters.append(counter)
     forward.handles = [
         site.module.register_state_dict_post_hook(_SaveStrength(forward)),  # type: ignore[no-untyped-call]
         site.module.register_load_state_dict_pre_hook(_LoadStrength(forward)),  # type: ignore[no-untyped-call]
@@ -249,8 +251,6 @@ def attach_tokens(site: TokenSite, rule: TokenRule) -> TokenForward:
 def detach_tokens(forward: TokenForward) -> None:
     """Stop correcting the tokens of a block."""
     remove(forward)
-    for counter in forward.counters:
-        remove(counter)
     for handle in forward.handles:
         handle.remove()
 

@@ -70,8 +70,9 @@ class Term:
 
     def to_(self, device: torch.device) -> None:
         """Move to the device of the weight."""
-        self.correction = self.correction.to(device)
-        self.strength = self.strength.to(device)
+        with torch.inference_mode(False):  # a tensor made under inference mode could not be changed any more
+            self.correction = self.correction.to(device)
+            self.strength = self.strength.to(device)
 
 
 def effective_weight(raw: Tensor, terms: Sequence[Term]) -> Tensor:

@@ -447,7 +447,7 @@ def test_b2_the_strength_of_the_callback_wins_over_the_checkpoint(tmp_path):
     fit(tmp_path, make_module(), [SpectralConditioning(), ConditionedTokens()]).save_checkpoint(tmp_path / "a.ckpt")
     module = make_module()
     trainer = make_trainer(tmp_path, [SpectralConditioning(strength=0.5), ConditionedTokens()], max_epochs=2)
-    with pytest.warns(LitCondWarning, match=r"was saved with strength 1 and goes on with 0\.5"):
+    with pytest.warns(LitCondWarning, match=r"was at strength 1 and goes on with 0\.5"):
         trainer.fit(module, make_loader(), ckpt_path=tmp_path / "a.ckpt")
     assert sorted(strengths(module)) == [0.5, 0.5, 1.0]
 

@@ -59,7 +59,7 @@ def test_c2_given_strength_wins_over_the_checkpoint(tmp_path):
     config = write_config(tmp_path / "job.yaml", conditioning={}, tokens={"strength": 0.75})
     first = fit("--config", config, *TWO_EPOCHS, "--trainer.callbacks", *EVERY_EPOCH)
     words = ("--config", config, *TWO_EPOCHS, "--ckpt_path", first_epoch(first))
-    with pytest.warns(LitCondWarning, match=r"was saved with strength 1 and goes on with 0\.5"):
+    with pytest.warns(LitCondWarning, match=r"was at strength 1 and goes on with 0\.5"):
         resumed = fit(*words, "--conditioning.strength=0.5")
     assert set(strengths(resumed.model, "weights")) == {0.5}
     assert set(strengths(resumed.model, "tokens")) == {0.75}

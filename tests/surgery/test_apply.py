@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations, prune
 from lit_cond import TokenRule, WeightRule, condition_, fold_, uncondition_
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LostTargetError, NoMatchingTargetError
 from lit_cond.functional import condition_number
-from lit_cond.surgery import find_attention, find_token_sites, refresh_, set_strength_, strengths
+from lit_cond.surgery import find_attention, find_token_sites, refresh_, register_fused, set_strength_, strengths
 from lit_cond.surgery.apply import effective_matrix
 from lit_cond.surgery.scope import InstanceForward
 from lit_cond.surgery.tokens import token_forwards
@@ -215,6 +215,26 @@ def test_trap_15_a_weight_that_is_no_plain_parameter_is_an_error(spoil):
     condition_(model, WeightRule(exclude=[r"blocks.1.attn"]))
 
 
+def test_weights_that_are_not_finite_are_refused_by_name():
+    model = make()
+    with torch.no_grad():
+        model.blocks[1].attn.qkv.weight[3, 4] = float("nan")
+    with pytest.raises(ConfigurationError, match=r"weights of 'blocks\.1\.attn' hold NaN or Inf"):
+        condition_(model, WeightRule())
+
+
+def test_moving_under_inference_mode_leaves_a_strength_that_can_be_set():
+    model = make()
+    condition_(model, WeightRule())
+    condition_(model, TokenRule())
+    term, (_, forward) = next(conditioned_weights(model))[1].terms[0], next(token_forwards(model))
+    with torch.inference_mode():
+        term.to_(torch.device("meta"))
+        forward.to_(torch.device("meta"))
+    assert not term.strength.is_inference()
+    assert not forward.strength.is_inference()
+
+
 def test_meta_weights_are_refused():
     with torch.device("meta"):
         model = TinyTransformer()
@@ -236,6 +256,11 @@ def test_selection_grammar():
     assert names(include=["attn"], exclude=["0.attn"]) == ["blocks.1.attn", "blocks.2.attn"]
     with pytest.raises(NoMatchingTargetError, match=r"include='blocks.*matches none of the 3 attention layers"):
         names(include=r"blocks\.7")
+    assert names(include=["blocks.0", "blocks.1"]) == ["blocks.0.attn", "blocks.1.attn"]
+    assert names(exclude=["blocks.1"]) == ["blocks.0.attn", "blocks.2.attn"]
+    for misspelt in ({"exclude": ["block.1"]}, {"exclude": r"teacher\..*"}, {"include": ["blocks.0", "blocks.9"]}):
+        with pytest.raises(NoMatchingTargetError, match="matches none of the 3 attention layers"):
+            names(**misspelt)
     with pytest.raises(NoMatchingTargetError, match="leaves none of the 3"):
         names(exclude=["attn"])
     with pytest.raises(ConfigurationError, match="not a regular expression"):
@@ -346,6 +371,80 @@ def test_causal_attention_refuses_corrections_that_see_the_future():
     assert largest_difference(model(a).logits[:, :-1].detach(), model(b).logits[:, :-1].detach()) == 0
 
 
+def test_a_decoder_with_a_causal_mask_is_refused():
+    layer = nn.TransformerDecoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    model = nn.TransformerDecoder(layer, 2).eval()
+    condition_(model, TokenRule())
+    x, memory = torch.randn(1, 5, 16), torch.randn(1, 3, 16)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    for kwargs in ({"tgt_mask": mask}, {"tgt_mask": mask, "tgt_is_causal": True}):
+        with pytest.raises(ConfigurationError, match="let a position see later tokens"):
+            model(x, memory, **kwargs)
+
+
+@pytest.mark.parametrize("how", ["buffer", "boolean buffer", "name", "declared"])
+def test_causal_attention_of_a_users_own_is_refused(how):
+    class Plain(ATTENTION["fused"]):
+        def __init__(self):
+            super().__init__()
+            if how == "buffer":
+                self.register_buffer("bias", torch.tril(torch.ones(8, 8)).view(1, 1, 8, 8))
+            if how == "boolean buffer":
+                self.register_buffer("mask", torch.ones(8, 8, dtype=torch.bool).triu(1))
+
+    Plain.__qualname__ = {"name": "CausalSelfAttention"}.get(how, "Plain")
+    Plain.__name__ = Plain.__qualname__
+    register_fused(Plain, "qkv", causal=how == "declared")
+    model = make()
+    for block in model.blocks:
+        block.attn = Plain()
+    with pytest.raises(ConfigurationError, match="let a position see later tokens"):
+        condition_(model, TokenRule())
+    condition_(model, TokenRule("identity", scale=0.5))
+
+
+def test_a_first_call_with_one_token_does_not_settle_that_attention_is_not_causal():
+    model = MaskedBlocks(True).eval()
+    condition_(model, TokenRule())
+    model(torch.randn(1, 1, 16))
+    with pytest.raises(ConfigurationError, match="let a position see later tokens"):
+        model(torch.randn(1, 5, 16), mask=nn.Transformer.generate_square_subsequent_mask(5))
+
+
+def test_a_cache_of_earlier_tokens_is_refused():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2)
+    model = transformers.GPT2LMHeadModel(config).eval()
+    condition_(model, TokenRule("identity", scale=0.5))
+    ids = torch.arange(1, 6)[None]
+    with pytest.raises(ConfigurationError, match="use_cache=False"):
+        model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0, use_cache=False).shape[1] <= 8
+
+
+@pytest.mark.parametrize("name", ["tgt_key_padding_mask", "padding_mask"])
+def test_h1_padding_by_other_names(name):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.attn = ATTENTION["fused"]()
+
+        def forward(self, x, **masks):
+            return x + self.attn(x)
+
+    model = nn.Sequential(Named())
+    condition_(model, TokenRule())
+    _, forward = next(token_forwards(model))
+    x = torch.randn(1, 5, 32)
+    padded = torch.cat([x, torch.full((1, 3, 32), 9.0)], dim=1)
+    mask = torch.tensor([[False] * 5 + [True] * 3])
+    found = forward.find_mask((padded,), {name: mask}, padded)
+    assert largest_difference(forward.correct(padded, found)[:, :5], forward.correct(x)) < 1e-5
+    with pytest.raises(ConfigurationError, match="`strange_mask` looks like a mask of padding"):
+        forward.find_mask((padded,), {"strange_mask": mask}, padded)
+
+
 def test_a_causal_mask_at_the_call_is_refused():
     model = MaskedBlocks(True).eval()
     condition_(model, TokenRule())
@@ -423,6 +522,14 @@ def test_tokens_need_a_known_place():
 
     with pytest.raises(NoMatchingTargetError, match="name the block with `include`"):
         condition_(Lone(), TokenRule())
+
+    class Pairs(nn.Module):  # a list that holds attention and MLP in turn has no block whose input could be corrected
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.ModuleList([ATTENTION["fused"](), nn.Linear(32, 32)])])
+
+    with pytest.raises(NoMatchingTargetError, match="name the block with `include`"):
+        condition_(Pairs(), TokenRule())
     with pytest.raises(NoMatchingTargetError, match="holds no attention layer"):
         condition_(make(), TokenRule(include=["embed"]))
     model = make()
@@ -436,8 +543,8 @@ def test_huggingface_trainer_sees_the_argument_names():
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=50, bos_token_id=1, eos_token_id=2)
     model = transformers.GPT2LMHeadModel(config)
-    before = list(inspect.signature(model.forward).parameters)
+    before = list(inspect.signature(model.transformer.h[0].forward).parameters)
     condition_(model, TokenRule("identity", scale=0.5))
-    assert isinstance(model.transformer.__dict__["forward"], InstanceForward)
-    assert next(iter(inspect.signature(model.transformer.forward).parameters)) == "input_ids"
-    assert list(inspect.signature(model.forward).parameters) == before
+    block = model.transformer.h[0]
+    assert isinstance(block.__dict__["forward"], InstanceForward)
+    assert list(inspect.signature(block.forward).parameters) == before
