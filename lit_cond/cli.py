@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -211,6 +212,8 @@ def main(args: Sequence[str] | None = None) -> None:
     Raises:
         SystemExit: With code 2, after one line on stderr, for a mistake that lit_cond or the parser names.
     """
+    # Lightning 2.6 calls what torch 2.14 calls deprecated; no user of ours can mend it.
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     try:
         LitCondCLI(args=None if args is None else list(args))
     except Exception as error:

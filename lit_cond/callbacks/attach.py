@@ -83,9 +83,8 @@ class _SaveCheckpoint(_Wrapped):
         self.call_inner(checkpoint)
         if "state_dict" not in checkpoint:
             raise ConfigurationError(
-                "the strategy writes the weights on its own, which would store uncorrected weights in silence; "
-                "use another "
-                "strategy with conditioning callbacks"
+                "the strategy writes the weights on its own, which would store uncorrected weights in silence; use "
+                "another strategy with conditioning callbacks"
             )
         # Lightning's averaging callbacks put the average into the state dict and the model's own state beside it.
         current = checkpoint.get("current_model_state")
@@ -144,14 +143,13 @@ class ConditioningCallback(Callback):
         twins = [c for c in callbacks if isinstance(c, type(self)) and c.rule.settings() == self.rule.settings()]
         if len(twins) > 1:
             raise ConfigurationError(
-                f"{type(self).__name__} with the settings {self.rule.settings()} is in the list of callbacks "
-                f"twice; remove one"
+                f"{type(self).__name__} with the settings {self.rule.settings()} is in the list of callbacks twice; "
+                "remove one"
             )
         if type(trainer.strategy).__name__.startswith("DeepSpeed"):
             raise ConfigurationError(
                 f"{type(self).__name__} does not work with DeepSpeed, which saves weights on its own; use "
-                f"strategy='ddp' or "
-                f"'fsdp'"
+                "strategy='ddp'"
             )
         if not isinstance(pl_module.__dict__.get("on_save_checkpoint"), _SaveCheckpoint):
             _SaveCheckpoint(pl_module)
@@ -202,8 +200,7 @@ class ConditioningCallback(Callback):
         if lost or not self._names:
             raise LostTargetError(
                 f"the correction of '{(lost or ['the model'])[0]}' was lost between setup and fit: the module was "
-                f"replaced by "
-                f"the strategy, the precision plugin or another callback"
+                "replaced by the strategy, the precision plugin or another callback"
             )
         for _, weight in conditioned_weights(pl_module):
             for term in weight.terms:

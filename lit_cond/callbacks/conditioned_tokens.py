@@ -70,8 +70,7 @@ class ConditionedTokens(ConditioningCallback):
         if averaging is not None and stage == "fit":
             raise ConfigurationError(
                 f"{type(averaging).__name__} stands before ConditionedTokens in the list of callbacks and would "
-                f"average a copy "
-                f"of the model without it; list ConditionedTokens first"
+                "average a copy of the model without it; list ConditionedTokens first"
             )
         super().setup(trainer, pl_module, stage)
 
@@ -87,8 +86,7 @@ class ConditionedTokens(ConditioningCallback):
         if not any(token_forwards(pl_module)):
             warnings.warn(
                 "ConditionedTokens changes nothing in this evaluation: the model was not trained with it and no "
-                "checkpoint "
-                "says otherwise",
+                "checkpoint says otherwise",
                 LitCondWarning,
                 stacklevel=2,
             )

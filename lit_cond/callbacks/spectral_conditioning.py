@@ -118,9 +118,8 @@ class SpectralConditioning(ConditioningCallback):
         uncondition_(pl_module, rule)
         raise AlreadyConditionedError(
             f"the weights are well conditioned before any correction (median condition number {median:.3g}): a "
-            f"conditioned "
-            f"checkpoint loaded as a plain one? Resume with fit(ckpt_path=...) or lit_cond.load_checkpoint, or set "
-            f"allow_conditioned=True to correct them all the same"
+            "conditioned checkpoint loaded as a plain one? Resume with fit(ckpt_path=...) or "
+            "lit_cond.load_checkpoint, or set allow_conditioned=True to correct them all the same"
         )
 
     def _warn_if_saturated(self, pl_module: LightningModule) -> None:
@@ -134,8 +133,8 @@ class SpectralConditioning(ConditioningCallback):
         if parts and min(parts) < _COLLAPSED:
             warnings.warn(
                 f"the softmax will be saturated: predicted attention entropy {min(parts):.2f} of uniform at "
-                f"initialisation "
-                f"(LayerNorm'd Gaussian tokens); lower `scale` or `strength`, or ramp it up with StrengthSchedule",
+                "initialisation (LayerNorm'd Gaussian tokens); lower `scale` or `strength`, or ramp it up with "
+                "StrengthSchedule",
                 LitCondWarning,
                 stacklevel=2,
             )

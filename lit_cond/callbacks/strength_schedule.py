@@ -117,8 +117,7 @@ class StrengthSchedule(Callback):
         if not strengths(pl_module, self.applies_to):
             raise ConfigurationError(
                 f"StrengthSchedule(applies_to={self.applies_to!r}) finds no correction to move; add "
-                f"SpectralConditioning or "
-                f"ConditionedTokens to the callbacks"
+                "SpectralConditioning or ConditionedTokens to the callbacks"
             )
 
     @override

@@ -126,7 +126,7 @@ def _term(group: list[_Target], rule: WeightRule, strength: Tensor) -> Term:
     if parameter.is_meta:
         raise ConfigurationError(
             f"the weights of '{group[0].site.name}' are on the meta device; materialise the model before "
-            f"conditioning it"
+            "conditioning it"
         )
     if not bool(gathered(parameter).isfinite().all()):
         name = group[0].site.name
@@ -162,8 +162,7 @@ def _num_blocks(target: _Target, rule: WeightRule) -> int:
     if heads is None:
         raise ConfigurationError(
             f"'{target.site.name}' does not say how many {target.role} heads it has; use granularity='matrix' or "
-            f"give the "
-            f"module a `num_heads` attribute"
+            "give the module a `num_heads` attribute"
         )
     return heads
 
@@ -192,8 +191,7 @@ def _check_owners(group: list[_Target], places: list[tuple[nn.Module, str]]) -> 
     if any(owner not in selected for owner, _ in places):
         raise ConfigurationError(
             f"a weight of '{group[0].site.name}' is shared with a module that is not selected; select all modules "
-            f"that share "
-            f"it, or none"
+            "that share it, or none"
         )
 
 
@@ -201,8 +199,7 @@ def _check_free(weight: ConditionedWeight, term: Term, name: str) -> None:
     if weight.baked:
         raise AlreadyConditionedError(
             f"'{name}' carries the correction of an earlier fit in its weights; call fold_ to keep it or "
-            f"uncondition_ to take "
-            f"it back first"
+            "uncondition_ to take it back first"
         )
     if any(torch.isin(other.rows, term.rows).any() for other in weight.terms):
         raise AlreadyConditionedError(

@@ -109,9 +109,8 @@ def _key(name: str, state: Mapping[str, Any]) -> str:
         if candidate in state:
             return candidate
     raise CheckpointMismatchError(
-        f"'{name}' carries a correction and is not in the state to be saved; a checkpoint without it would "
-        f"compute something "
-        f"else: save it, or call lit_cond.surgery.fold_ on the model first"
+        f"'{name}' carries a correction and is not in the state to be saved; a checkpoint without it would compute "
+        "something else: save it, or call lit_cond.surgery.fold_ on the model first"
     )
 
 
@@ -136,7 +135,7 @@ def _both(weight: ConditionedWeight, value: Tensor, name: str, *, averaged: bool
         return value, weight.effective(value)
     raise CheckpointMismatchError(
         f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save during `fit`, "
-        f"or call lit_cond.surgery.fold_ on the model first"
+        "or call lit_cond.surgery.fold_ on the model first"
     )
 
 
@@ -159,9 +158,8 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     strangers = [name for name in entries if clean_name(name) not in known]
     if strangers:
         raise CheckpointMismatchError(
-            f"the checkpoint corrects '{strangers[0]}', which is no parameter of the model; where names of the "
-            f"state dict "
-            f"are changed, change those in checkpoint['{RECORD_KEY}']['weights'] as well"
+            f"the checkpoint corrects '{strangers[0]}', which is no parameter of the model; where names of the state "
+            f"dict are changed, change those in checkpoint['{RECORD_KEY}']['weights'] as well"
         )
     plain: list[str] = []
     changed: list[str] = []
@@ -190,13 +188,12 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
     if plain:
         _warn(
             f"the checkpoint was made without a correction of {len(plain)} weights ('{plain[0]}', ...): they are "
-            f"taken as "
-            f"raw weights and corrected from here on"
+            "taken as raw weights and corrected from here on"
         )
     if changed:
         _warn(
-            f"the checkpoint was made with other settings of the correction of {len(changed)} weights ('{changed[0]}', "
-            f"...): it is undone with those and made anew with the present ones"
+            f"the checkpoint was made with other settings of the correction of {len(changed)} weights "
+            f"('{changed[0]}', ...): it is undone with those and made anew with the present ones"
         )
 
 
@@ -208,7 +205,7 @@ def _take_over(
     if not all("correction" in stored for stored in saved):
         raise CheckpointMismatchError(
             f"the checkpoint holds weights only, without what undoes the correction of '{name}'; resume from a full "
-            f"checkpoint, or load it into a plain model"
+            "checkpoint, or load it into a plain model"
         )
     whole = gathered(effective)
     kept = _unpack(entry["raw"], whole) if "raw" in entry else None
@@ -251,26 +248,25 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
     present = dict(token_forwards(model))
     for name in present.keys() - saved.keys():
         raise CheckpointMismatchError(
-            f"the model corrects the tokens at '{name}' and the checkpoint was made without; load its weights "
-            f"into the plain "
-            f"model (load_from_checkpoint), then call fit without ckpt_path"
+            f"the model corrects the tokens at '{name}' and the checkpoint was made without; load its weights into "
+            "the plain model (load_from_checkpoint), then call fit without ckpt_path"
         )
     for name, entry in saved.items():
         rule = TokenRule(**{**entry["rule"], "strength": entry["strength"]})
         if name not in present:
             if not add:
                 raise CheckpointMismatchError(
-                    f"the checkpoint was made with corrected tokens at '{name}'; add ConditionedTokens("
-                    f"correction={rule.correction!r}, scale={rule.scale!r}) to the callbacks, or load it with "
-                    f"lit_cond.load_checkpoint"
+                    f"the checkpoint was made with corrected tokens at '{name}'; add "
+                    f"ConditionedTokens(correction={rule.correction!r}, scale={rule.scale!r}) to the callbacks, or "
+                    "load it with lit_cond.load_checkpoint"
                 )
             condition_(model, replace(rule, include=re.escape(clean_name(name))))
             added = dict(token_forwards(model))[name]
             added.rule = rule
         elif present[name].rule.settings() != rule.settings():
             _warn(
-                f"the checkpoint's tokens at '{name}' were corrected with {rule.settings()}; from here on the present "
-                f"settings {present[name].rule.settings()} apply"
+                f"the checkpoint's tokens at '{name}' were corrected with {rule.settings()}; from here on the "
+                f"present settings {present[name].rule.settings()} apply"
             )
 
 

@@ -209,7 +209,7 @@ def unknown_attention(module: nn.Module, why: str) -> UnknownAttentionError:
     """Return the error for a module that looks like attention and is not understood."""
     return UnknownAttentionError(
         f"{class_path(module)} looks like attention, but {why}; describe it with lit_cond.surgery.register_fused / "
-        f"register_family, or leave it out with `exclude`"
+        "register_family, or leave it out with `exclude`"
     )
 
 

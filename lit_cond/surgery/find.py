@@ -127,9 +127,8 @@ def find_token_sites(model: nn.Module, include: Pattern = None) -> list[TokenSit
         ]
         if not inside or modules[inside[-1]] is first.module:
             raise NoMatchingTargetError(
-                f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens "
-                f"enter is not "
-                f"known; name the block with `include`"
+                f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens enter "
+                "is not known; name the block with `include`"
             )
         chosen = [inside[-1]]
     else:

@@ -53,7 +53,7 @@ def valid_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> Tenso
         if not isinstance(mask, Tensor):
             raise ConfigurationError(
                 f"`{name}` is a {type(mask).__name__}, from which padding can not be read; use an attention "
-                f"implementation with tensor masks (eager or sdpa)"
+                "implementation with tensor masks (eager or sdpa)"
             )
         if mask.ndim == 2 and mask.shape == (batch, length) and name == "attention_mask":
             return _keeps(mask, additive=mask.is_floating_point() and bool((mask < 0).any()))
@@ -65,7 +65,7 @@ def valid_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> Tenso
         if "mask" in name and not known and isinstance(mask, Tensor) and mask.shape == (batch, length):
             raise ConfigurationError(
                 f"`{name}` looks like a mask of padding and its meaning is not known; pass it to the block as "
-                f"`key_padding_mask` (True where a token is padding) or `attention_mask` (True where it is real)"
+                "`key_padding_mask` (True where a token is padding) or `attention_mask` (True where it is real)"
             )
     return None
 

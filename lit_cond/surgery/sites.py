@@ -132,7 +132,7 @@ class WeightView:
         if value is None or not value.is_floating_point():
             raise LostTargetError(
                 f"'{self.tensor_name}' of {type(self.module).__name__} is not a plain floating-point parameter "
-                f"(pruned, parametrized or quantized?); undo that first or leave the layer out with `exclude`"
+                "(pruned, parametrized or quantized?); undo that first or leave the layer out with `exclude`"
             )
         return value
 

@@ -100,8 +100,8 @@ class TokenForward(InstanceForward):
             if value.is_nested or self.width in value.shape:
                 return place, value
         raise ConfigurationError(
-            f"the block '{self.name}' got no floating-point tensor with {self.width} channels; name another block with "
-            f"`include`"
+            f"the block '{self.name}' got no floating-point tensor with {self.width} channels; name another block "
+            "with `include`"
         )
 
     def find_mask(self, args: tuple[Any, ...], kwargs: dict[str, Any], tokens: Tensor) -> Tensor | None:
@@ -116,8 +116,7 @@ class TokenForward(InstanceForward):
         if any(cached_length(named.get(name)) for name in ("cache", "past_key_values", "past_key_value", "layer_past")):
             raise ConfigurationError(
                 f"the tokens at '{self.name}' are conditioned by their position in the sequence, which a cache of "
-                f"earlier "
-                f"tokens hides; generate with use_cache=False"
+                "earlier tokens hides; generate with use_cache=False"
             )
         axis = self.channel_axis(tokens)
         if tokens.ndim != 3 or axis != 2:
@@ -143,9 +142,8 @@ class TokenForward(InstanceForward):
         last = tokens.ndim - 1
         if tokens.ndim == 4 and tokens.shape[1] == tokens.shape[3] == self.width:
             raise ConfigurationError(
-                f"axes 1 and 3 of the tokens {tuple(tokens.shape)} at '{self.name}' could both be the channels; "
-                f"say which "
-                f"with `channel_axis`"
+                f"axes 1 and 3 of the tokens {tuple(tokens.shape)} at '{self.name}' could both be the channels; say "
+                "which with `channel_axis`"
             )
         if tokens.shape[last] == self.width:
             return last
@@ -153,8 +151,7 @@ class TokenForward(InstanceForward):
             return 1
         raise ConfigurationError(
             f"no axis of the tokens {tuple(tokens.shape)} at '{self.name}' is known to hold the {self.width} "
-            f"channels; say "
-            f"which with `channel_axis`"
+            "channels; say which with `channel_axis`"
         )
 
     def matrices(self, tokens: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ class ConditionedWeight:
         if value is None:
             raise LostTargetError(
                 f"'{self.tensor_name}' of a conditioned {type(self.owner).__name__} is no longer a parameter "
-                f"(pruned, parametrized or quantized after conditioning?)"
+                "(pruned, parametrized or quantized after conditioning?)"
             )
         return value
 
