@@ -205,9 +205,23 @@ class ConditionNumberMonitor(Callback):
                 self._spectra.setdefault(report.role, []).append(report.spectrum)
 
     def note_tokens(self, site: TokenSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Measure the tokens of the first samples that enter a block, with and without the correction."""
+        """Measure the tokens of the first samples that enter a block, with and without the correction.
+
+        Raises:
+            ConfigurationError: If the tokens can not be read and `quantities` asks for them; else they are left out
+                from here on, with a warning.
+        """
         if self._pending is None or f"cond/tokens/{site.name}" in self._pending:
             return
+        try:
+            self._measure_tokens(site, args, kwargs)
+        except ConfigurationError as error:
+            if self.tokens_required:
+                raise
+            self._token_sites.remove(site)
+            warnings.warn(f"tokens are not measured: {error}", LitCondWarning, stacklevel=2)
+
+    def _measure_tokens(self, site: TokenSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         active = next((f for _, f in token_forwards(site.module)), None)
         reader = active or TokenForward(site, TokenRule(correction="identity", scale=1.0), torch.tensor(0.0))
         _, tokens = reader.find_tokens(args, kwargs)

@@ -214,6 +214,43 @@ def test_nothing_to_measure_is_an_error_or_said(tmp_path):
         make_trainer(tmp_path, [ConditionNumberMonitor(quantities=["tokens"])]).fit(Single(), make_loader())
 
 
+def test_tokens_that_can_not_be_read_do_not_end_a_training_that_did_not_ask_for_them(tmp_path):
+    class Square(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net.blocks = torch.nn.ModuleList([Odd(block) for block in self.net.blocks])
+
+        def forward(self, x):
+            x = self.net.embed(x)
+            x = self.net.blocks[0](x[:, :, None, :].expand(-1, 32, 3, 32)[:, :, :3])
+            return self.net.head(x.flatten(1, 2).mean(1))
+
+    class Odd(torch.nn.Module):
+        def __init__(self, block):
+            super().__init__()
+            self.attn = block.attn
+
+        def forward(self, x):
+            return self.attn(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+
+    def run(**kwargs):
+        torch.manual_seed(0)
+        module = Square()
+        make_trainer(tmp_path, [ConditionNumberMonitor(every_n_steps=1, **kwargs)]).fit(module, make_ambiguous())
+        return module
+
+    def make_ambiguous():
+        loader = make_loader()
+        x = torch.randn(64, 32, 12)
+        return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, loader.dataset.tensors[1]), batch_size=16)
+
+    with pytest.warns(LitCondWarning, match="tokens are not measured: axes 1 and 3"):
+        module = run()
+    assert len(module.losses) == 4
+    with pytest.raises(ConfigurationError, match="axes 1 and 3"):
+        run(quantities=["tokens"])
+
+
 def test_heat_map_has_a_row_for_each_layer_and_a_gap_for_what_is_not_finite():
     heat_map = HeatMap("query")
     for step, value in enumerate([10.0, math.inf, 1000.0]):
