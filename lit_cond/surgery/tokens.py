@@ -54,6 +54,8 @@ class TokenForward(InstanceForward):
         self.prefix_safe = is_prefix_safe(rule.correction, rule.scale)
         self.handles: list[Any] = []
         self._mask_seen = False
+        mha = site.attention.module
+        self._unchecked = mha if isinstance(mha, nn.MultiheadAttention) else None
         self._last_output: weakref.ref[Tensor] | None = None
         if site.attention.causal and not self.prefix_safe:
             raise ConfigurationError(_CAUSAL_MESSAGE.format(name=site.name))
@@ -68,6 +70,9 @@ class TokenForward(InstanceForward):
         place, tokens = self.find_tokens(args, kwargs)
         if self._last_output is not None and self._last_output() is tokens:
             return self._remember(self.call_inner(*args, **kwargs))
+        unlike = not tokens.is_nested and tokens.ndim == 3 and tokens.shape[0] != tokens.shape[1]
+        if self._unchecked is not None and unlike and not torch.compiler.is_compiling():
+            return self._first_call(tokens, *args, **kwargs)
         if tokens.is_nested:
             corrected = self._correct_nested(tokens)
         else:
@@ -77,6 +82,29 @@ class TokenForward(InstanceForward):
         else:
             args = (*args[:place], corrected, *args[place + 1 :])
         return self._remember(self.call_inner(*args, **kwargs))
+
+    def _first_call(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Make sure that the block and its `nn.MultiheadAttention` mean the same axis by the batch.
+
+        Raises:
+            ConfigurationError: If the block turns its tokens round before attention.
+        """
+
+        def compare(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+            query = inputs[0] if inputs else named["query"]
+            if query.ndim == 3 and query.shape[:2] == (tokens.shape[1], tokens.shape[0]):
+                raise ConfigurationError(
+                    f"the block '{self.name}' swaps the batch and token axes before its nn.MultiheadAttention, so "
+                    f"which is which is not known; build the attention with batch_first={not self.batch_first}"
+                )
+
+        mha, self._unchecked = self._unchecked, None
+        handle = mha.register_forward_pre_hook(compare, with_kwargs=True) if mha is not None else None
+        try:
+            return self(*args, **kwargs)
+        finally:
+            if handle is not None:
+                handle.remove()
 
     def _remember(self, output: Any) -> Any:
         tokens = output[0] if isinstance(output, tuple) and output else output

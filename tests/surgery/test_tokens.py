@@ -287,3 +287,21 @@ def test_huggingface_trainer_sees_the_argument_names():
     block = model.transformer.h[0]
     assert isinstance(block.__dict__["forward"], InstanceForward)
     assert list(inspect.signature(block.forward).parameters) == before
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_a_block_that_turns_its_tokens_round_is_refused(batch_first):
+    class Turned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attn = nn.MultiheadAttention(32, 4, batch_first=batch_first)
+
+        def forward(self, x):
+            turned = x.transpose(0, 1)
+            return x + self.attn(turned, turned, turned, need_weights=False)[0].transpose(0, 1)
+
+    model = nn.Sequential(Turned())
+    condition_(model, TokenRule())
+    with pytest.raises(ConfigurationError, match=f"build the attention with batch_first={not batch_first}"):
+        model(torch.randn(2, 6, 32))
+    assert not model[0].attn._forward_pre_hooks
