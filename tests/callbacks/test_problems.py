@@ -342,3 +342,39 @@ def test_effective_state_dict_during_training(tmp_path):
 def test_the_saturated_softmax_is_warned_of(tmp_path):
     with pytest.warns(LitCondWarning, match="the softmax will be saturated"):
         fit(tmp_path, make_module(), [SpectralConditioning("identity", scale=10.0)])
+
+
+def test_a1_save_pretrained_after_fit_gives_effective_weights(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, hidden_size=32, num_labels=5
+    )
+
+    class Classifier(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.bert = transformers.BertForSequenceClassification(config)
+
+        def training_step(self, batch, batch_idx):
+            return self.bert(input_ids=batch[0], labels=batch[1]).loss
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+    ids, labels = torch.randint(0, 20, (32, 7)), torch.randint(0, 5, (32,))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(ids, labels), batch_size=8)
+    module = Classifier()
+    make_trainer(tmp_path, [SpectralConditioning()]).fit(module, loader)
+    module.bert.save_pretrained(tmp_path / "bert")
+    loaded, report = transformers.BertForSequenceClassification.from_pretrained(
+        tmp_path / "bert", output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    with torch.no_grad():
+        expected = module.bert.eval()(input_ids=ids).logits
+        assert largest_difference(loaded.eval()(input_ids=ids).logits, expected) == 0
+    lit_cond.uncondition_(module)
+    with torch.no_grad():
+        assert largest_difference(module.bert(input_ids=ids).logits, expected) > 1e-4
