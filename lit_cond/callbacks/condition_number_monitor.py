@@ -40,7 +40,7 @@ class ConditionNumberMonitor(Callback):
     TensorBoard also gets a histogram of the singular values of each quantity relative to the largest (log10) and one
     heat map for each quantity, layers against steps, of log10 of the condition number.
 
-    Cost of one measurement on two cores: about 60 ms for a 768 x 768 weight, twice that with the uncorrected one beside it;
+    Cost of one measurement on two cores: about 60 ms for a 768 x 768 weight, twice that with the uncorrected one;
     4 s for a conditioned ViT-B. Raise `every_n_steps` or set `raw=False` where that is too much.
 
     Args:
