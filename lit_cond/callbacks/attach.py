@@ -157,6 +157,7 @@ class ConditioningCallback(Callback):
         if not isinstance(load, _LoadCheckpoint):
             load = _LoadCheckpoint(pl_module)
         load.fitting, load.loaded = stage == "fit", False
+        self._fresh = False
         if stage == "fit":
             _ConfigureModel(pl_module, self)
 
@@ -223,12 +224,14 @@ class ConditioningCallback(Callback):
         kind = "weights" if isinstance(self.rule, WeightRule) else "tokens"
         if any(isinstance(c, StrengthSchedule) and c.applies_to in ("all", kind) for c in callbacks):
             return
-        saved = {value for value in strengths(pl_module, self.rule) if not math.isclose(value, self.rule.strength)}
+        own = self.rule.strength
+        # Strengths are held in float32.
+        saved = {value for value in strengths(pl_module, self.rule) if not math.isclose(value, own, rel_tol=1e-6)}
         if saved:
-            set_strength_(pl_module, self.rule.strength, self.rule)
+            set_strength_(pl_module, own, self.rule)
             before = ", ".join(f"{value:g}" for value in sorted(saved))
             rank_zero_warn(
-                f"{type(self).__name__} was at strength {before} and goes on with {self.rule.strength:g}",
+                f"{type(self).__name__} was at strength {before} and goes on with {own:g}",
                 category=LitCondWarning,
             )
 
@@ -239,6 +242,7 @@ class ConditioningCallback(Callback):
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave effective weights in the parameters when `fit` has ended."""
+        self._fresh = False
         if stage == "fit":
             bake_(pl_module)
 
@@ -252,4 +256,5 @@ class ConditioningCallback(Callback):
         if self._fresh and trainer.global_step == 0:
             # Nothing was trained: leave the model as it came.
             uncondition_(pl_module, self.rule)
+        self._fresh = False
         bake_(pl_module)

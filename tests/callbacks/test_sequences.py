@@ -195,3 +195,27 @@ def test_two_networks_that_share_an_ending_of_their_names(tmp_path):
     fit(tmp_path, module, [ConditionedTokens()]).save_checkpoint(tmp_path / "a.ckpt")
     loaded = lit_cond.load_checkpoint(Pair, tmp_path / "a.ckpt")
     assert largest_difference(outputs(loaded), outputs(module)) == 0
+
+
+def test_an_evaluation_that_fails_leaves_the_trained_model_alone(tmp_path):
+    class Broken(TinyModule):
+        def test_step(self, batch, batch_idx):
+            raise RuntimeError("stop here")
+
+    torch.manual_seed(0)
+    module = Broken()
+    callbacks = [SpectralConditioning(), ConditionedTokens()]
+    fit(tmp_path, module, callbacks)
+    before = outputs(module)
+    with pytest.raises(RuntimeError, match="stop here"):
+        make_trainer(tmp_path, callbacks).test(module, make_loader())
+    assert largest_difference(outputs(module), before) == 0
+    assert "net.blocks.0.conditioned_tokens" in module.state_dict()
+
+
+@pytest.mark.parametrize("strength", [0.1, 0.3])
+def test_a_strength_that_float32_rounds_is_no_change_of_strength(tmp_path, strength):
+    module = make_module()
+    for _ in range(2):  # a warning of lit_cond would fail the test
+        fit(tmp_path, module, [SpectralConditioning(strength=strength), ConditionedTokens(strength=strength)])
+    assert strengths(module) == pytest.approx([strength] * 3)
