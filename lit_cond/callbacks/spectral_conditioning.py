@@ -125,9 +125,10 @@ class SpectralConditioning(ConditioningCallback):
     def _warn_if_saturated(self, pl_module: LightningModule) -> None:
         parts = []
         for site in find_attention(pl_module, self.rule.include, self.rule.exclude):
-            if site.kind != "self" or not site.num_heads:
+            views = [site.matrix_view(role) for role in ("query", "key")]
+            if site.kind != "self" or not site.num_heads or None in views:
                 continue
-            query, key = (effective_matrix(site.views[role]).float() for role in ("query", "key"))
+            query, key = (effective_matrix(view).float() for view in views if view is not None)
             entropy = predicted_attention_entropy(query, key, site.num_heads, num_tokens=_PROBE_TOKENS)
             parts.append(entropy / math.log(_PROBE_TOKENS))
         if parts and min(parts) < _COLLAPSED:

@@ -86,9 +86,10 @@ def _condition_tokens(model: nn.Module, rule: TokenRule) -> None:
 
 def _condition_weights(model: nn.Module, rule: WeightRule) -> None:
     targets = [
-        _Target(site, role, site.views[role])
+        _Target(site, role, view)
         for site in find_attention(model, rule.include, rule.exclude)
-        for role in rule.roles or ()
+        for role, view in site
+        if role in (rule.roles or ())
     ]
     by_parameter: dict[int, list[_Target]] = defaultdict(list)
     for target in targets:
@@ -145,7 +146,8 @@ def compute_correction(rule: WeightRule, blocks: Sequence[tuple[MatrixLayout, in
         raw: The raw weight, of the parameter's shape; a sharded one is gathered, so every process must call this.
     """
     raw = gathered(raw)
-    full = torch.zeros_like(raw, dtype=torch.promote_types(raw.dtype, torch.float32))
+    # Contiguous, unlike a channels-last weight: `scatter_` writes through a view.
+    full = torch.zeros(raw.shape, dtype=torch.promote_types(raw.dtype, torch.float32), device=raw.device)
     for layout, num_blocks in blocks:
         matrix = layout.matrix(raw).to(full.dtype)
         if rule.correction == "identity":

@@ -8,7 +8,7 @@ suspicion: a class is listed in `FUSED` after its layout was checked, or declare
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -200,6 +200,10 @@ def _view(owner: nn.Module, rows: RowSet, name: str = "weight", *, transposed: b
     return WeightView(owner, name, MatrixLayout(rows, transposed))
 
 
+def _single(views: Mapping[Role, WeightView]) -> dict[Role, tuple[WeightView, ...]]:
+    return {role: (view,) for role, view in views.items()}
+
+
 def _shape(owner: nn.Module) -> torch.Size:
     weight = owner.weight
     return weight.shape if isinstance(weight, torch.Tensor) else torch.Size()
@@ -222,7 +226,8 @@ def _multihead_attention(module: nn.Module) -> AttentionSite | None:
         views = {role: _view(module, RowSet.span(i * width, width), "in_proj_weight") for i, role in enumerate(ROLES)}
     else:
         views = {role: _view(module, RowSet.span(0, width), f"{role[0]}_proj_weight") for role in ROLES}
-    return AttentionSite("", module, views, module.num_heads, module.num_heads, batch_first=bool(module.batch_first))
+    heads, batch_first = module.num_heads, bool(module.batch_first)
+    return AttentionSite("", module, _single(views), heads, heads, batch_first=batch_first)
 
 
 @register_family("transformers Conv1D")
@@ -241,7 +246,7 @@ def _conv1d(module: nn.Module) -> AttentionSite | None:
     if separate_query is not None:
         views["query"] = _view(separate_query, RowSet.span(0, _shape(separate_query)[1]), transposed=True)
     kind: Kind = "self" if separate_query is None else "cross"
-    return AttentionSite("", module, views, heads, heads, kind, causal=kind == "self")
+    return AttentionSite("", module, _single(views), heads, heads, kind, causal=kind == "self")
 
 
 @register_family("fused")
@@ -263,7 +268,7 @@ def _fused(module: nn.Module) -> AttentionSite | None:
         else:
             rows = RowSet.span(i * width, width)
         views[role] = _view(owner, rows)
-    return AttentionSite("", module, views, heads, heads, layout.kind, layout.causal or _is_causal(module))
+    return AttentionSite("", module, _single(views), heads, heads, layout.kind, layout.causal or _is_causal(module))
 
 
 @register_family("separate")
@@ -289,7 +294,8 @@ def _separate(module: nn.Module) -> AttentionSite | None:
         for role, n, rows in zip(ROLES, names, (q_rows, k_rows, v_rows), strict=True)
     }
     crossed = "cross" in type(module).__name__.lower() or getattr(module, "is_cross_attention", False) is True
-    return AttentionSite("", module, views, heads, kv_heads, "cross" if crossed else "self", _is_causal(module))
+    kind: Kind = "cross" if crossed else "self"
+    return AttentionSite("", module, _single(views), heads, kv_heads, kind, _is_causal(module))
 
 
 def describe(module: nn.Module) -> AttentionSite | None:

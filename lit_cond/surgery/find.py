@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -35,7 +35,7 @@ def _aliases(name: str, site: AttentionSite | None = None) -> list[str]:
     """The names by which a layer may be selected: its own, of owners of its weights, and of modules around it."""
     parts = name.split(".")
     around = [".".join(parts[:i]) for i in range(1, len(parts))]
-    return [name, *(site.owner_names.values() if site is not None else ()), *around]
+    return [name, *((view.owner_name for _, view in site) if site is not None else ()), *around]
 
 
 def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern = None) -> list[AttentionSite]:
@@ -64,8 +64,7 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
                 unknown.append((name, error))
             continue
         if site is not None:
-            owners = {role: names[view.module] for role, view in site}
-            found.append(replace(site, name=name, owner_names=owners))
+            found.append(named(site, name, names))
     for pattern in (include, exclude):
         for entry in unmatched(pattern, names.values()):
             raise nothing_matched("attention layers", entry, None, [s.name for s in found])
@@ -77,6 +76,15 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
     if not wanted:
         raise nothing_matched("attention layers", include, exclude, [s.name for s in found])
     return wanted
+
+
+def named(site: AttentionSite, name: str, names: Mapping[nn.Module, str]) -> AttentionSite:
+    """Return a site with its own name and those of the owners of its weights."""
+    views = {
+        role: tuple(replace(view, owner_name=names[view.module]) for view in views)
+        for role, views in site.views.items()
+    }
+    return replace(site, name=name, views=views)
 
 
 def _describe(module: nn.Module) -> AttentionSite | None:
@@ -154,5 +162,5 @@ def _attention_below(model: nn.Module) -> Sequence[AttentionSite]:
         except UnknownAttentionError:
             continue
         if site is not None:
-            result.append(replace(site, name=name))
+            result.append(named(site, name, names))
     return result

@@ -107,7 +107,7 @@ def measure_weights(
             role=role,
             shape=(len(view.layout.rows), view.in_features),
             heads=site.heads(role),
-            stored=f"{site.owner_names.get(role, site.name)}.{view.tensor_name}{view.layout.rows}",
+            stored=f"{view.owner_name}.{view.tensor_name}{view.layout.rows}",
             raw=raw_numbers.get(i, measured[i][0]),
             effective=measured[i][0],
             spectrum=measured[i][1],

@@ -6,9 +6,8 @@ transposed Conv1D of GPT-2), 1x1 convolutions, and fused weights whose rows belo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -29,7 +28,7 @@ __all__ = [
 ]
 
 Role = Literal["query", "key", "value"]
-Kind = Literal["self", "cross", "channel"]
+Kind = Literal["self", "cross", "channel", "latent", "approximate"]
 ROLES: tuple[Role, ...] = get_args(Role)
 
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_forward_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -84,26 +83,33 @@ class MatrixLayout:
 
     Args:
         rows: Output channels of the projection inside the tensor.
-        transposed: Whether the tensor is stored as (in, out).
+        transposed: Whether the tensor is stored as (in, out) and not as (out, in).
+        out_axes: How many axes of the tensor make up the output channels: 2 in a weight (in, heads, head width).
+        groups: Groups of a grouped convolution: each has its own part of the rows and of the input channels.
     """
 
     rows: RowSet
     transposed: bool = False
+    out_axes: int = 1
+    groups: int = 1
 
-    def _oriented(self, tensor: Tensor) -> Tensor:
-        # A 1x1 convolution (out, in, 1, 1) is a matrix as well.
-        return tensor.t() if self.transposed else tensor.flatten(1)
+    def oriented(self, tensor: Tensor) -> Tensor:
+        """Return the whole tensor as a matrix (all output channels, in_features), a view of it."""
+        if self.transposed:
+            return tensor.flatten(-self.out_axes).flatten(0, -2).t()
+        # A convolution (out, in, 1, 1) is a matrix as well.
+        return tensor.flatten(0, self.out_axes - 1).flatten(1)
 
     def matrix(self, tensor: Tensor) -> Tensor:
         """Return the projection as a matrix (rows, in_features), a view of the tensor where possible."""
-        oriented = self._oriented(tensor)
+        oriented = self.oriented(tensor)
         if self.rows.count == 1:
             return oriented[self.rows.offset : self.rows.offset + self.rows.block]
         return oriented.index_select(0, self.rows.indices(oriented.device))
 
     def scatter_(self, tensor: Tensor, values: Tensor) -> None:
         """Write a matrix (rows, in_features) into its place."""
-        self._oriented(tensor).index_copy_(0, self.rows.indices(tensor.device), values.to(tensor))
+        self.oriented(tensor).index_copy_(0, self.rows.indices(tensor.device), values.to(tensor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,11 +120,13 @@ class WeightView:
         module: Owner of the parameter.
         tensor_name: Name of the parameter on its owner.
         layout: Where the matrix stands in the parameter.
+        owner_name: Dotted name of the owner in the model, without wrapper parts.
     """
 
     module: nn.Module
     tensor_name: str
     layout: MatrixLayout
+    owner_name: str = ""
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -139,8 +147,12 @@ class WeightView:
     @property
     def in_features(self) -> int:
         """Columns of the matrix: channels of what is projected."""
-        shape = self.parameter.shape
-        return shape[0] if self.layout.transposed else math.prod(shape[1:])
+        return self.layout.oriented(self.parameter).shape[1]
+
+    @property
+    def key(self) -> tuple[int, MatrixLayout]:
+        """What two views of the same numbers have in common, whatever the names of their owners."""
+        return id(self.parameter), self.layout
 
     def matrix(self) -> Tensor:
         """Return the projection (rows, in_features) as the parameter holds it."""
@@ -159,35 +171,44 @@ def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
 class AttentionSite:
     """One attention layer.
 
+    A role may have several matrices, whose products are joined: a query made of content and position, the two parts of
+    a key in multi-head latent attention. It may have none: a query that is itself a parameter, keys that come from
+    another layer. The same rows may serve two roles.
+
     Args:
         name: Dotted name of the attention module in the model, without wrapper parts.
         module: The attention module.
         views: The projection matrices by role.
-        num_heads: Query heads, None where the module does not say.
-        num_kv_heads: Key and value heads, None where the module does not say.
-        kind: What the softmax runs over: tokens of the same sequence, of another one, or channels.
+        num_heads: Query heads, None where it is not known.
+        num_kv_heads: Key and value heads, None where it is not known.
+        kind: What the softmax runs over: tokens of the same sequence, of another one, or channels; "latent" where keys
+            and values come from one low-rank latent, "approximate" where not all scores are computed.
         causal: Whether a position attends to itself and earlier ones only.
         batch_first: Whether token tensors come as (batch, tokens, ...) and not as (tokens, batch, ...).
     """
 
     name: str
     module: nn.Module
-    views: Mapping[Role, WeightView]
+    views: Mapping[Role, tuple[WeightView, ...]]
     num_heads: int | None = None
     num_kv_heads: int | None = None
     kind: Kind = "self"
     causal: bool = False
     batch_first: bool = True
-    owner_names: Mapping[Role, str] = field(default_factory=dict)
 
     def heads(self, role: Role) -> int | None:
         """Return the number of heads of a role's matrix."""
         return self.num_heads if role == "query" else self.num_kv_heads
 
+    def matrix_view(self, role: Role) -> WeightView | None:
+        """Return the one matrix of a role, None where it has none or several."""
+        views = self.views.get(role, ())
+        return views[0] if len(views) == 1 else None
+
     @property
     def width(self) -> int:
-        """Channels of the tokens that are projected to queries."""
-        return self.views["query"].in_features
+        """Channels of the tokens that are projected."""
+        return next(iter(self))[1].in_features
 
     def __iter__(self) -> Iterator[tuple[Role, WeightView]]:
-        return iter((role, self.views[role]) for role in ROLES if role in self.views)
+        return iter((role, view) for role in ROLES for view in self.views.get(role, ()))

@@ -75,7 +75,7 @@ def test_the_exact_variant_follows_the_weight(script, model):
     changes = {"plain": lambda model: None, "svd": script.spectral_every_forward_}
     benchmark = script.Benchmark(plain, batch, changes, 100)
     layer = benchmark.models["svd"].blocks[0].attn.qkv
-    matrix = next(iter(find_attention(plain))).views["key"].matrix
+    matrix = next(iter(find_attention(plain))).views["key"][0].matrix
     for _ in range(2):
         expected = matrix().detach() + spectral_correction(matrix().detach())
         torch.testing.assert_close(layer.weight[192:384], expected, rtol=0, atol=1e-5)

@@ -109,7 +109,7 @@ def test_a12_writing_to_the_weight_after_conditioning_is_not_lost():
     condition_(model, WeightRule("identity", scale=1.0))
     weight = model.blocks[0].attn.qkv.weight
     nn.init.zeros_(weight)
-    view = find_attention(model)[0].views["key"]
+    view = find_attention(model)[0].views["key"][0]
     assert torch.equal(effective_matrix(view), torch.eye(32))
     with torch.no_grad():
         weight.copy_(torch.ones(96, 32))
@@ -133,7 +133,7 @@ def test_refresh_follows_the_weight():
     condition_(model, WeightRule())
     with torch.no_grad():
         model.blocks[0].attn.qkv.weight.copy_(torch.randn(96, 32))
-    view = find_attention(model)[0].views["query"]
+    view = find_attention(model)[0].views["query"][0]
     assert float(condition_number(effective_matrix(view))) > 2.1
     refresh_(model)
     assert float(condition_number(effective_matrix(view))) <= 2.0001
