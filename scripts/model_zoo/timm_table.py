@@ -1,4 +1,4 @@
-"""Which timm models are in the zoo, with the arguments that make each of them small, by family (module of timm.models)."""
+"""Which timm models are in the zoo, and the arguments that make each small, by family (module of timm.models)."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def _fixed(model: str, size: int, variant: str = "", **arguments: Any) -> TimmEn
 
 
 VIT: dict[str, Any] = {"depth": 2, "embed_dim": 64, "num_heads": 4}
-FOUR: dict[str, Any] = {"depths": (1, 1, 2, 2), "embed_dim": 32, "num_heads": (1, 2, 4, 8)}
 SWIN: dict[str, Any] = {"depths": (2, 2), "embed_dim": 32, "num_heads": (2, 4)}
-MAXX: dict[str, Any] = {"embed_dim": (16, 32, 64, 96), "depths": (1, 1, 1, 1), "stem_width": (8, 16)}
+MAXX: dict[str, Any] = {"embed_dim": (32, 64, 96, 128), "depths": (1, 1, 2, 2), "stem_width": (16, 32)}
 
+MAXX_NEXT: dict[str, Any] = {**MAXX, "embed_dim": (32, 64, 128, 256)}
 FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
     "beit": (
         _fixed("beit_base_patch16_224", 64, **VIT),
@@ -56,12 +56,12 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _fixed("botnet26t_256", 64, width_factor=0.25),
         _fixed("eca_botnext26ts_256", 64, width_factor=0.25),
         _fixed("sebotnet33ts_256", 64, width_factor=0.25),
-        _entry("halonet_h1", 128, width_factor=0.5),
+        _entry("halonet_h1", 256, width_factor=0.25),
         _entry("halonet26t", 256, width_factor=0.25),
         _entry("eca_halonext26ts", 256, width_factor=0.25),
         _fixed("halo2botnet50ts_256", 256, width_factor=0.25),
         _fixed("lamhalobotnet50ts_256", 256, width_factor=0.25),
-        _entry("haloregnetz_b", 256, width_factor=0.25),
+        _entry("haloregnetz_b", 224),
     ),
     "byobnet": (
         _fixed("resnet50_clip", 64, width_factor=0.25),
@@ -90,9 +90,9 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _entry("davit_base_fl", 64, depths=(1, 1, 1, 1), embed_dims=(32, 64, 96, 128), num_heads=(2, 4, 6, 8)),
     ),
     "deepseek_vit": (
-        _fixed("deepseek_vit_412m", 64, **VIT),
-        _fixed("deepseek_vit_412m_enc", 64, **VIT),
-        _fixed("deepseek_vit_412m_align", 64, **VIT),
+        _fixed("deepseek_vit_412m", 56, **VIT),
+        _fixed("deepseek_vit_412m_enc", 56, **VIT),
+        _fixed("deepseek_vit_412m_align", 56, **VIT),
     ),
     "deit": (
         _fixed("deit_tiny_patch16_224", 64, depth=2),
@@ -104,10 +104,7 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _entry("edgenext_small_rw", 64),
         _entry("edgenext_base", 64, depths=(1, 1, 2, 1), dims=(32, 48, 64, 96)),
     ),
-    "efficientformer": (
-        _fixed("efficientformer_l1", 64),
-        _fixed("efficientformer_l3", 64, depths=(1, 1, 1, 4)),
-    ),
+    "efficientformer": (_entry("efficientformer_l1", 224),),
     "efficientformer_v2": (
         _fixed("efficientformerv2_s0", 64),
         _fixed("efficientformerv2_s1", 128),
@@ -130,8 +127,8 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _fixed("vit_medium_patch16_rope_reg1_gap_256", 64, depth=2),
         _fixed("vit_base_patch16_dinov3", 64, **VIT),
         _fixed("vit_tiny_patch16_dinov3_qkvb", 64, depth=2),
-        _fixed("vit_base_patch16_sapiens2", 64, **VIT),
-        _fixed("vit_base_patch16_sapiens2", 64, "grouped", **{**VIT, "num_kv_heads": 2}),
+        _fixed("vit_base_patch16_sapiens2", 64, num_kv_heads=(4, 2), **VIT),
+        _fixed("vit_base_patch16_sapiens2", 64, "grouped", num_kv_heads=2, **VIT),
         _fixed("vit_base_patch16_lingbot", 64, **VIT),
         _fixed("vit_pe_core_tiny_patch16_384", 64, depth=2),
         _fixed("vit_pe_spatial_base_patch16_512", 64, **VIT),
@@ -139,11 +136,11 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
     "fastvit": (
         _entry("fastvit_sa12", 64, layers=(1, 1, 1, 2), embed_dims=(16, 32, 64, 128)),
         _entry("fastvit_mci0", 64, layers=(1, 1, 1, 1), embed_dims=(16, 32, 64, 128)),
-        _entry("fastvit_mci3", 128, layers=(1, 1, 1, 1, 1), embed_dims=(16, 32, 64, 96, 128)),
+        _entry("fastvit_mci3", 128, layers=(1, 1, 1, 1, 1), embed_dims=(16, 32, 64, 128, 256)),
     ),
     "gcvit": (
-        _fixed("gcvit_xxtiny", 64, depths=(2, 2, 4, 2), embed_dim=32, num_heads=(2, 4, 8, 16)),
-        _fixed("gcvit_tiny", 64, depths=(2, 2, 3, 2), embed_dim=32, num_heads=(2, 4, 8, 16)),
+        _fixed("gcvit_xxtiny", 64, embed_dim=32),
+        _fixed("gcvit_xtiny", 64, embed_dim=32, qkv_bias=False),
     ),
     "gemma4_vit": (
         _fixed("gemma4_vit_167m", 96, **VIT, head_dim=16, intermediate_size=128, position_embedding_size=64),
@@ -183,7 +180,6 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
     "lowformer": (
         _entry("lowformer_b0", 64),
         _entry("lowformer_b1", 64),
-        _entry("lowformer_e1", 64),
     ),
     "maxxvit": (
         _fixed("test_maxvit", 64),
@@ -192,19 +188,16 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _fixed("maxvit_pico_rw_256", 64, **MAXX),
         _fixed("maxvit_rmlp_pico_rw_256", 64, **MAXX),
         _fixed("maxvit_tiny_pm_256", 64, **MAXX),
-        _fixed("maxxvit_rmlp_nano_rw_256", 64, **MAXX),
-        _fixed("maxxvitv2_nano_rw_256", 64, **{**MAXX, "stem_width": (8, 16)}),
+        _fixed("maxxvit_rmlp_nano_rw_256", 64, **MAXX_NEXT),
+        _fixed("maxxvitv2_nano_rw_256", 64, **MAXX_NEXT),
         _fixed("coatnet_pico_rw_224", 64, **MAXX),
-        _fixed("coatnet_0_224", 64, **{**MAXX, "depths": (1, 1, 2, 2), "stem_width": 16}),
+        _fixed("coatnet_0_224", 64, **{**MAXX, "stem_width": 16}),
         _fixed("coatnet_bn_0_rw_224", 64, **MAXX),
         _fixed("coatnet_rmlp_nano_rw_224", 64, **MAXX),
         _fixed("coatnet_nano_cc_224", 64, **MAXX),
-        _fixed("coatnext_nano_rw_224", 64, **{**MAXX, "stem_width": (8, 16)}),
+        _fixed("coatnext_nano_rw_224", 64, **MAXX),
     ),
-    "metaformer": (
-        _entry("caformer_s18", 64, depths=(1, 1, 2, 1), dims=(32, 64, 96, 128)),
-        _entry("caformer_b36", 64, depths=(1, 1, 1, 1), dims=(32, 64, 96, 128)),
-    ),
+    "metaformer": (_entry("caformer_s18", 64),),
     "mobilenetv3": (
         _entry("mobilenetv4_hybrid_medium_075", 128),
         _entry("mobilenetv4_hybrid_medium", 128),
@@ -228,12 +221,12 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _entry("naflexvit_base_patch16_gap", 64, "eva", attn_type="eva", rope_type="axial", **VIT),
         _entry("naflexvit_base_patch16_gap", 64, "rope", attn_type="rope", rope_type="dinov3", **VIT),
         _entry("naflexvit_base_patch16_gap", 64, "diff", attn_layer="diff", **VIT),
+        _entry("naflexvit_base_patch16_gap", 64, "gated", attn_type="rope", attn_gated=True, rope_type="axial", **VIT),
+        _entry("naflexvit_base_patch16_gap", 64, "gated_eva", attn_type="eva", attn_gated=True, **VIT),
+        _entry("naflexvit_base_patch16_gap", 64, "grouped", attn_type="rope", num_kv_heads=2, qkv_fused=False, **VIT),
         _entry("naflexvit_base_patch16_radio_v3", 64, **VIT),
     ),
-    "nest": (
-        _fixed("nest_tiny", 64, depths=(1, 1, 2), embed_dims=(32, 64, 96), num_heads=(2, 4, 6)),
-        _fixed("nest_tiny_jx", 64, depths=(1, 1, 1), embed_dims=(32, 64, 96), num_heads=(2, 4, 6)),
-    ),
+    "nest": (_fixed("nest_tiny", 64), _fixed("nest_tiny_jx", 64)),
     "nextvit": (
         _entry("nextvit_small", 64, depths=(1, 1, 5, 1)),
         _entry("nextvit_base", 128, depths=(1, 1, 5, 1)),
@@ -310,12 +303,13 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _fixed("aimv2_large_patch14_224", 56, **VIT),
         _fixed("beit3_base_patch16_224", 64, **VIT),
         _fixed("flexivit_small", 64, **VIT),
+        _fixed("vit_tiny_patch16_224", 64, "prr", depth=2, global_pool="prr"),
     ),
     "vision_transformer_hybrid": (
         _fixed("vit_tiny_r_s16_p8_224", 64, depth=2),
         _fixed("vit_small_r26_s32_224", 64, **VIT),
         _fixed("vit_small_resnet26d_224", 64, **VIT),
-        _fixed("vit_base_mci_224", 64, **VIT),
+        _fixed("vit_base_mci_224", 64, depth=2),
     ),
     "vision_transformer_relpos": (
         _fixed("test_vit_relpos", 64),
@@ -329,10 +323,7 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
         _fixed("samvit_base_patch16_224", 64, "rope", **VIT, use_rope=True, use_rel_pos=False),
     ),
     "vitamin": (_fixed("vitamin_small_224", 64),),
-    "volo": (
-        _fixed("volo_d1_224", 64, layers=(1, 1, 2, 1)),
-        _fixed("volo_d2_224", 64, layers=(1, 1, 1, 1), use_mix_token=False),
-    ),
+    "volo": (_fixed("volo_d1_224", 64), _fixed("volo_d1_384", 96)),
     "xcit": (
         _fixed("xcit_nano_12_p8_224", 64, depth=2),
         _fixed("xcit_nano_12_p16_224_dist", 64, depth=2),

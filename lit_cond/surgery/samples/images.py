@@ -27,8 +27,8 @@ def image_samples(model: nn.Module) -> list[Sample] | None:
         model: Looked at and not run. Nothing is imported: what counts is what the model has.
 
     Returns:
-        One sample with images (2, C, H, W), or videos (2, C, T, H, W), with normal values from a generator of their own,
-        on the device and of the type of the first floating parameter; None for a model of another kind.
+        One sample with images (2, C, H, W), or videos (2, C, T, H, W): normal values from a generator of their own, on
+        the device and of the type of the first floating parameter; None for a model of another kind.
     """
     shape = _timm_shape(model) or _torchvision_shape(model)
     return None if shape is None else [Sample((_values(model, (BATCH, *shape)),))]
