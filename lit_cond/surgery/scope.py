@@ -7,14 +7,15 @@ what they were; the wrapper travels with `copy.deepcopy` and `pickle`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from torch import nn
 
 from lit_cond.errors import LostTargetError
 
-__all__ = ["InstanceForward", "install", "remove", "wrappers"]
+__all__ = ["InstanceForward", "bypassed", "install", "remove", "wrappers"]
 
 
 class InstanceForward:
@@ -23,6 +24,8 @@ class InstanceForward:
     Args:
         module: The module whose forward is wrapped.
     """
+
+    bypassed = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -44,6 +47,10 @@ class InstanceForward:
         return inspect.Signature(parameters[1:])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward, and what the subclass adds unless it is bypassed."""
+        return self.call_inner(*args, **kwargs) if self.bypassed else self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward; subclasses add what happens around it."""
         return self.call_inner(*args, **kwargs)
 
@@ -63,6 +70,23 @@ def wrappers(module: nn.Module, kind: type[W]) -> Iterator[W]:
         if isinstance(current, kind):
             yield current
         current = current.inner
+
+
+@contextmanager
+def bypassed(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Run modules as if they carried no wrappers, to look at the model itself.
+
+    Args:
+        modules: All modules of the model.
+    """
+    found = [wrapper for module in modules for wrapper in wrappers(module, InstanceForward) if not wrapper.bypassed]
+    try:
+        for wrapper in found:
+            wrapper.bypassed = True
+        yield
+    finally:
+        for wrapper in found:
+            wrapper.bypassed = False
 
 
 def remove(wrapper: InstanceForward) -> None:

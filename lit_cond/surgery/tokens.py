@@ -60,7 +60,7 @@ class TokenForward(InstanceForward):
         if site.attention.causal and not self.prefix_safe:
             raise ConfigurationError(_CAUSAL_MESSAGE.format(name=site.name))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Correct the first floating-point tensor argument and run the block.
 
         A block that is called again on its own output (layers that share weights, as in ALBERT) is not at the
@@ -101,7 +101,7 @@ class TokenForward(InstanceForward):
         mha, self._unchecked = self._unchecked, None
         handle = mha.register_forward_pre_hook(compare, with_kwargs=True) if mha is not None else None
         try:
-            return self(*args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             if handle is not None:
                 handle.remove()

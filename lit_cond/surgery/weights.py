@@ -210,7 +210,7 @@ class ScopedForward(InstanceForward):
         super().__init__(module)
         self.weights: list[ConditionedWeight] = []
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward; the shadows are gone afterwards, also after an exception."""
         entered = []
         try:

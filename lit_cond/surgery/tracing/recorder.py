@@ -1,0 +1,393 @@
+"""Recording one forward pass: every torch function that runs, and the attention in it.
+
+The graph that autograd keeps is cut at the input of every projection (a product with a weight). So a query, key or
+value leads back to the weights that made it and to nothing else, the rows with a gradient are exactly those that reach
+it, and all that lies before is freed while the pass goes on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from lit_cond.surgery.tracing.graph import Call, Node, Operand, WeightUse, is_floating, tensors_in
+from lit_cond.surgery.tracing.operations import CUTS, JOINS, METADATA, OPAQUE, Product, product_of
+
+__all__ = ["Attention", "Recorder"]
+
+# Products and softmaxes whose values are kept at a time: between the scores and the weighted sum lie few others.
+_KEPT = 48
+
+
+class Attention:
+    """Operands of one softmax attention, as it ran.
+
+    Args:
+        query: The operand of the scores whose tokens (channels) ask.
+        key: The one whose tokens are asked.
+        value: What the softmax averages.
+        node: The operation that returns the average.
+        scores: The softmax, where it was an operation of its own.
+        arguments: Mask and causality where one function did it all.
+    """
+
+    def __init__(
+        self,
+        query: Operand,
+        key: Operand,
+        value: Operand,
+        node: Node,
+        scores: Node | None = None,
+        arguments: dict[str, Any] | None = None,
+    ) -> None:
+        self.query = query
+        self.key = key
+        self.value = value
+        self.node = node
+        self.scores = scores
+        self.arguments = arguments or {}
+
+
+class Recorder(TorchFunctionMode):
+    """Records operations and module calls while it is active, and hands over each attention as soon as it ran.
+
+    Args:
+        model: The model that runs.
+        found: Called with each attention while its operands and their graphs are alive.
+    """
+
+    def __init__(self, model: nn.Module, found: Callable[[Attention], None]) -> None:
+        super().__init__()
+        self.model = model
+        self.found = found
+        self.nodes: list[Node] = []
+        self.calls: list[Call] = []
+        self.call: Call | None = None
+        self._names = {module: name for name, module in model.named_modules()}
+        self._parameters = {id(p): p for p in model.parameters()}
+        self._places: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
+        self._kept: deque[Node] = deque()
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Record what runs inside."""
+        handles = []
+        for module in self._names:
+            handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leave))
+        try:
+            with torch.enable_grad(), self:
+                yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        inputs = [(place, self.node_of(t)) for place, value in named for t in tensors_in(value)]
+        self.call = Call(self._names[module], module, self.call, inputs, len(self.nodes))
+        self.calls.append(self.call)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if self.call is not None:
+            self.call = self.call.parent
+
+    def mark_input(self, value: object) -> None:
+        """Take the tensors in a value for inputs of the model."""
+        for tensor in tensors_in(value):
+            self.node_of(tensor).from_input = True
+
+    def node_of(self, tensor: Tensor) -> Node:
+        """Return where a tensor came from."""
+        place = self._places.get(id(tensor))
+        if place is not None and place[0]() is tensor:
+            return place[1]
+        parameter = self._parameters.get(id(tensor))
+        node = Node(
+            len(self.nodes),
+            "parameter" if parameter is not None else "source",
+            [],
+            None,
+            tuple(tensor.shape),
+            parameters=None if parameter is None else (parameter,),
+            differentiable=tensor.requires_grad,
+        )
+        self._place(tensor, node)
+        return node
+
+    def _place(self, tensor: Tensor, node: Node) -> None:
+        self._places[id(tensor)] = (weakref.ref(tensor), node)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run one function and record it."""
+        kwargs = kwargs or {}
+        name = _name(func)
+        if name in METADATA:
+            return func(*args, **kwargs)
+        if name == "numpy":  # what leaves torch needs no gradient
+            return func(args[0].detach(), *args[1:], **kwargs)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(func, args, kwargs)
+        product = product_of(name, args, kwargs)
+        inputs = list(tensors_in(args)) + list(tensors_in(kwargs))
+        node = Node(len(self.nodes), name, [self.node_of(t) for t in inputs], self.call)
+        if product is not None:
+            activation = self._projected(node, product)
+            if activation is not None:
+                cut = activation.detach()
+                args, kwargs = _replaced(args, activation, cut), _replaced(kwargs, activation, cut)
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if in_place or name.startswith("__i"):
+            result = func(*args, **kwargs)
+        else:
+            # Parts of a model may run without gradients, frozen towers for instance.
+            with torch.enable_grad():
+                result = func(*args, **kwargs)
+        outputs = list(tensors_in(result))
+        if name == "__setitem__":
+            outputs = [args[0]]
+        if not outputs:
+            return result
+        self._finish(node, outputs, args, kwargs)
+        if in_place:
+            # No public way leads from a view to what it is a view of (torch 2.14).
+            base = outputs[0]._base
+            if base is not None:
+                before = self.node_of(base)
+                self._place(base, node)
+                if before is not node:
+                    node.parents.append(before)
+        if product is not None and node.is_product:
+            self._multiply(node, product, outputs[0])
+        if name == "scaled_dot_product_attention":
+            self._attend(node, args, kwargs)
+        return result
+
+    def _finish(self, node: Node, outputs: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        node.shape = tuple(outputs[0].shape)
+        node.from_input = any(p.from_input for p in node.parents)
+        node.differentiable = any(t.requires_grad for t in outputs)
+        if node.name in CUTS or node.name in JOINS:
+            parts = [p.parameters for p in node.parents if p.differentiable or p.parameters]
+            if parts and all(part is not None for part in parts):
+                node.parameters = tuple(dict.fromkeys(q for part in parts for q in part or ()))
+        if is_floating(outputs[0]) and not node.weights and node.name not in OPAQUE:
+            node.products = _union(p.products for p in node.parents)
+            node.softmaxes = _union(p.softmaxes for p in node.parents)
+            if node.name in ("softmax", "_softmax", "softmax_") and node.products:
+                axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+                node.axis = axis if isinstance(axis, int) else -1
+                node.softmaxes = (node,)
+                self._keep(node, outputs[0])
+        self.nodes.append(node)
+        for parent in node.parents:
+            parent.children.append(node)
+        for tensor in outputs:
+            self._place(tensor, node)
+
+    def _keep(self, node: Node, tensor: Tensor) -> None:
+        node.tensor = tensor
+        self._kept.append(node)
+        if len(self._kept) > _KEPT:
+            old = self._kept.popleft()
+            old.tensor, old.product = None, None
+
+    def _projected(self, node: Node, product: Product) -> Tensor | None:
+        """Note the weights of a projection and return what it projects; None for a product of another kind."""
+        sides = (product.left, product.right)
+        nodes = [self.node_of(t) for t in sides]
+        weight = next((i for i in (1, 0) if nodes[i].parameters and sides[i].ndim >= 2), None)
+        if weight is None and (product.weight_only or (node.name == "linear" and not nodes[1].from_input)):
+            weight = 1
+        if weight is None:
+            node.is_product = not any(free is None for free in product.placed)
+            return None
+        if _is_depthwise(product) or _mixes_heads(product, weight, nodes):
+            return None
+        node.source = nodes[1 - weight]
+        node.weights = _weight_uses(sides[weight], nodes[weight], product, weight)
+        return sides[1 - weight]
+
+    def _multiply(self, node: Node, product: Product, output: Tensor) -> None:
+        """Take up a product of two activations: scores, or the average of values by a softmax of scores."""
+        sides = (product.left, product.right)
+        if not is_floating(output):
+            return
+        nodes = [self.node_of(t) for t in sides]
+        operands = [
+            Operand(tensor, side, axes[0], place if place is not None else -1)
+            for tensor, side, axes, place in zip(sides, nodes, product.contracted, product.placed, strict=True)
+        ]
+        softmaxes = [side.softmaxes for side in nodes]
+        node.product = (operands[0], operands[1])
+        for i in (0, 1):
+            if softmaxes[i] and not softmaxes[1 - i]:
+                for softmax in softmaxes[i]:
+                    self._average(node, softmax, operands[1 - i])
+        node.products, node.softmaxes = (node,), ()
+        self._keep(node, output)
+
+    def _average(self, node: Node, softmax: Node, value: Operand) -> None:
+        alive = [p for p in softmax.products if p.product is not None]
+        # Scores of content and of relative position are added; content depends on the input on both sides.
+        content = [p for p in alive if p.product and all(side.node.from_input for side in p.product)] or alive[:1]
+        for scores in content:
+            if scores.product is None:
+                continue
+            query, key = scores.product
+            if _asks(softmax, scores) == 1:
+                query, key = key, query
+            self.found(Attention(query, key, value, node, softmax))
+
+    def _attend(self, node: Node, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        query, key, value = (given[role] for role in names[:3])
+        arguments = {name: given.get(name) for name in ("attn_mask", "is_causal")}
+        self.found(
+            Attention(
+                Operand(query, self.node_of(query), -1, -2),
+                Operand(key, self.node_of(key), -1, -2),
+                Operand(value, self.node_of(value), -2, -1),
+                node,
+                arguments=arguments,
+            )
+        )
+
+    def _multi_head(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run torch's multi-head attention, whose projections are inside the function and known."""
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        inputs = [given[role] for role in ("query", "key", "value")]
+        if given.get("use_separate_proj_weight"):
+            weights = [given[f"{role}_proj_weight"] for role in "qkv"]
+        else:
+            width = given["embed_dim_to_check"]
+            with self:
+                weights = [given["in_proj_weight"][i * width : (i + 1) * width] for i in range(3)]
+        heads = given["num_heads"]
+        with self, torch.enable_grad():
+            projected = [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)]
+            q, k, v = (p.unflatten(-1, (heads, -1)).movedim(-2, 0) for p in projected)
+        node = Node(len(self.nodes), "multi_head_attention_forward", [self.node_of(t) for t in (q, k, v)], self.call)
+        with torch.no_grad():
+            result = func(*args, **kwargs)
+        self._finish(node, list(tensors_in(result)), args, kwargs)
+        node.products = node.softmaxes = ()
+        mask = {name: given.get(name) for name in ("attn_mask", "is_causal")}
+        self.found(
+            Attention(
+                Operand(q, self.node_of(q), -1, -2),
+                Operand(k, self.node_of(k), -1, -2),
+                Operand(v, self.node_of(v), -2, -1),
+                node,
+                arguments={**mask, "true_is_hidden": True, "tokens_first": inputs[0].ndim == 3},
+            )
+        )
+        return result
+
+
+def _name(func: Any) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        return str(getattr(getattr(func, "__self__", None), "__name__", name))
+    return name
+
+
+def _union(groups: Iterator[tuple[Node, ...]] | Any) -> tuple[Node, ...]:
+    return tuple(dict.fromkeys(node for group in groups for node in group))
+
+
+def _replaced(value: Any, old: Tensor, new: Tensor) -> Any:
+    if value is old:
+        return new
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        return type(value)([_replaced(item, old, new) for item in value])
+    if isinstance(value, dict):
+        return {key: _replaced(item, old, new) for key, item in value.items()}
+    return value
+
+
+def _is_depthwise(product: Product) -> bool:
+    """Whether a convolution keeps channels apart: it then is no projection."""
+    return product.groups > 1 and product.right.shape[1] == 1 and product.groups == product.left.shape[product.contracted[0][0]]
+
+
+def _mixes_heads(product: Product, weight: int, nodes: list[Node]) -> bool:
+    """Whether a weight mixes the heads of attention scores, as talking heads do, and projects no tokens."""
+    activation, matrix = nodes[1 - weight], (product.left, product.right)[weight]
+    scores = (*activation.products, *activation.softmaxes)
+    if not scores or matrix.shape[0] != matrix.shape[1] or matrix[0, 0].numel() != 1:
+        return False
+    return any(len(s.shape) == 4 and s.shape[1] == matrix.shape[0] for s in scores)
+
+
+def _weight_uses(weight: Tensor, node: Node, product: Product, side: int) -> tuple[WeightUse, ...]:
+    """Return which parameters a projection's weight is made of, and which of their axes are output channels."""
+    unknown = (WeightUse(None),)
+    out = [axis % weight.ndim for axis in product.free[side]]
+    if not node.parameters or len(out) + len(product.contracted[side]) != weight.ndim:
+        return unknown
+    if len(node.parameters) == 1 and weight is node.parameters[0]:
+        use = _oriented(node.parameters[0], out, product.groups)
+        return (use,) if use is not None else unknown
+    # Number the output channels of the weight, and let the numbers flow back to where they came from.
+    channels = 1
+    for axis in out:
+        channels *= weight.shape[axis]
+    numbers = torch.arange(1, channels + 1, device=weight.device, dtype=weight.dtype)
+    shape = [weight.shape[axis] if axis in out else 1 for axis in range(weight.ndim)]
+    seed = numbers.view(shape).expand(weight.shape)
+    uses = []
+    for parameter in node.parameters:
+        with torch.enable_grad():
+            ones, flowed = (
+                torch.autograd.grad(weight, parameter, g, retain_graph=True, allow_unused=True)[0]
+                for g in (torch.ones_like(weight), seed)
+            )
+        if ones is None or flowed is None or not bool(((ones == 0) | (ones == 1)).all()):
+            return unknown
+        varying = [a for a in range(flowed.ndim) if not bool((flowed == flowed.narrow(a, 0, 1)).all())]
+        use = _oriented(parameter, varying, product.groups)
+        if use is None:
+            return unknown
+        uses.append(use)
+    return tuple(uses)
+
+
+def _oriented(parameter: nn.Parameter, out: list[int], groups: int) -> WeightUse | None:
+    first, last = list(range(len(out))), list(range(parameter.ndim - len(out), parameter.ndim))
+    if not out or len(out) == parameter.ndim:
+        return None
+    if sorted(out) == first:
+        return WeightUse(parameter, False, len(out), groups)
+    if sorted(out) == last:
+        return WeightUse(parameter, True, len(out), groups)
+    return None
+
+
+def _asks(softmax: Node, scores: Node) -> int:
+    """Return which operand of the scores holds the queries: the one whose index one row of the softmax keeps."""
+    if softmax.tensor is None or scores.tensor is None or scores.product is None:
+        return 0
+    rows = softmax.tensor.movedim(softmax.axis, -1)
+    # The last row: behind a causal mask the first one sees a single score and has no gradient.
+    row = rows.reshape(-1, rows.shape[-1])[-1]
+    weights = torch.linspace(1.0, 2.0, row.numel(), device=row.device, dtype=row.dtype)
+    with torch.enable_grad():
+        (gradient,) = torch.autograd.grad(row, scores.tensor, weights, retain_graph=True, allow_unused=True)
+    if gradient is None:
+        return 0
+    touched = (gradient != 0).nonzero()
+    spread = [int(touched[:, side.free].unique().numel()) for side in scores.product]
+    return 0 if spread[0] <= spread[1] else 1
