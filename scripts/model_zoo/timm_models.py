@@ -78,7 +78,7 @@ def image(model: nn.Module, shape: tuple[int, ...] = IMAGE) -> list[Sample]:
 
 
 def patches(model: nn.Module) -> list[Sample]:
-    """Return two images of NaFlexViT's own kind: 4 x 3 and 2 x 5 patches of 16 x 16 pixels, padded to 12, and a mask."""
+    """Return two images of NaFlexViT's own kind: 4 x 3 and 2 x 5 patches of 16 x 16 pixels, padded to 12, masked."""
     generator = torch.Generator().manual_seed(0)
     coordinates = torch.zeros(2, 12, 2, dtype=torch.long)
     valid = torch.zeros(2, 12, dtype=torch.bool)
