@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 from lit_cond.errors import NoMatchingTargetError, UnknownAttentionError
-from lit_cond.surgery.families import describe, suspicion, unknown_attention
 from lit_cond.surgery.selection import Pattern, matches, nothing_matched, unmatched
 from lit_cond.surgery.sites import AttentionSite, clean_name
+from lit_cond.surgery.survey import Survey, survey_attention
 
-__all__ = ["TokenSite", "find_attention", "find_token_sites"]
+__all__ = ["TokenSite", "find_attention", "find_token_sites", "select"]
 
 
 @dataclass(frozen=True, eq=False)
 class TokenSite:
-    """The module whose first tensor input is the embedded tokens.
+    """The module whose tensor input is the embedded tokens.
 
     Args:
         name: Dotted name of the module, without wrapper parts.
         module: The module.
         attention: The first attention layer inside it.
+        argument: Position or name of the argument that holds the tokens; None for the first that fits.
+        channel_axis: Axis of the channels; None where only its size is known.
+        batch_first: Whether tokens come as (batch, tokens, ...) and not as (tokens, batch, ...).
+        prefix: Learned tokens (class, registers) before those of the input; None where no pass has shown it.
     """
 
     name: str
     module: nn.Module
     attention: AttentionSite
+    argument: int | str | None = None
+    channel_axis: int | None = None
+    batch_first: bool = True
+    prefix: int | None = None
 
 
 def _aliases(name: str, site: AttentionSite | None = None) -> list[str]:
@@ -38,7 +47,9 @@ def _aliases(name: str, site: AttentionSite | None = None) -> list[str]:
     return [name, *((view.owner_name for _, view in site) if site is not None else ()), *around]
 
 
-def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern = None) -> list[AttentionSite]:
+def find_attention(
+    model: nn.Module, include: Pattern = None, exclude: Pattern = None, *, sample: Any = None
+) -> list[AttentionSite]:
     """Return the attention layers of a model in the order of its modules.
 
     Args:
@@ -47,120 +58,92 @@ def find_attention(model: nn.Module, include: Pattern = None, exclude: Pattern =
             a string is a regular expression matched in full, a list holds exact names or dotted endings. None takes
             all.
         exclude: Which layers to leave out, in the same grammar.
+        sample: Arguments for a forward pass; None takes what the model says of its inputs.
 
     Raises:
         NoMatchingTargetError: If nothing is left.
-        UnknownAttentionError: If a module that is not excluded looks like attention and no family knows its layout.
+        UnknownAttentionError: If a module that is not excluded looks like attention, ran in no traced pass and has no
+            known layout.
     """
-    names = {module: clean_name(name) for name, module in model.named_modules()}
-    found: list[AttentionSite] = []
-    unknown: list[tuple[str, UnknownAttentionError]] = []
-    for module, name in names.items():
-        excluded = matches(exclude, _aliases(name))
-        try:
-            site = _describe(module)
-        except UnknownAttentionError as error:
-            if not excluded:
-                unknown.append((name, error))
-            continue
-        if site is not None:
-            found.append(named(site, name, names))
+    return select(survey_attention(model, sample), model, include, exclude)
+
+
+def select(survey: Survey, model: nn.Module, include: Pattern = None, exclude: Pattern = None) -> list[AttentionSite]:
+    """Return the layers of a survey that are asked for; see `find_attention`."""
+    names = [clean_name(name) for name, _ in model.named_modules()]
+    candidates = [site.name for site in survey.sites]
     for pattern in (include, exclude):
-        for entry in unmatched(pattern, names.values()):
-            raise nothing_matched("attention layers", entry, None, [s.name for s in found])
-    wanted = [s for s in found if include is None or matches(include, _aliases(s.name, s))]
+        for entry in unmatched(pattern, [*names, *candidates]):
+            raise nothing_matched("attention layers", entry, None, candidates)
+    wanted = [s for s in survey.sites if include is None or matches(include, _aliases(s.name, s))]
     wanted = [s for s in wanted if not matches(exclude, _aliases(s.name, s))]
-    for name, problem in unknown:
-        if include is None or matches(include, _aliases(name)):
+    for name, problem in survey.unknown.items():
+        if not matches(exclude, _aliases(name)) and (include is None or matches(include, _aliases(name))):
             raise UnknownAttentionError(f"'{name}': {problem}")
     if not wanted:
-        raise nothing_matched("attention layers", include, exclude, [s.name for s in found])
+        raise nothing_matched("attention layers", include, exclude, candidates)
     return wanted
 
 
-def named(site: AttentionSite, name: str, names: Mapping[nn.Module, str]) -> AttentionSite:
-    """Return a site with its own name and those of the owners of its weights."""
-    views = {
-        role: tuple(replace(view, owner_name=names[view.module]) for view in views)
-        for role, views in site.views.items()
-    }
-    return replace(site, name=name, views=views)
+def find_token_sites(model: nn.Module, include: Pattern = None, *, sample: Any = None) -> list[TokenSite]:
+    """Return where embedded tokens enter, one place for each tower of the model.
 
-
-def _describe(module: nn.Module) -> AttentionSite | None:
-    """Return the site of one module; one that looks like attention and is not known, nor a wrapper, is an error."""
-    site = describe(module)
-    reason = None if site is not None else suspicion(module)
-    if reason is None or _holds_known(module):
-        return site
-    raise unknown_attention(module, reason)
-
-
-def _holds_known(module: nn.Module) -> bool:
-    """Whether a descendant is attention of a known kind: the module is then a wrapper around it."""
-    for child in module.modules():
-        if child is module:
-            continue
-        try:
-            if describe(child) is not None:
-                return True
-        except UnknownAttentionError:
-            return True
-    return False
-
-
-def find_token_sites(model: nn.Module, include: Pattern = None) -> list[TokenSite]:
-    """Return where embedded tokens enter the first attention layer.
-
-    Without `include`: the innermost element of a list of modules (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`) on
-    the path to the first attention layer, that is, the first transformer block.
+    Without `include`: where a traced pass shows the residual stream of the first attention (rule E1); else the
+    innermost element of a list of modules (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`) on the path to the first
+    attention layer, that is, the first transformer block (rule E2).
 
     Args:
         model: Any module.
         include: Names of the blocks whose first tensor input shall be corrected, in the grammar of `find_attention`.
+        sample: Arguments for a forward pass; None takes what the model says of its inputs.
 
     Raises:
         NoMatchingTargetError: If no such module exists.
     """
+    survey = survey_attention(model, sample)
     modules = {clean_name(name): module for name, module in model.named_modules()}
-    sites = find_attention(model) if include is None else _attention_below(model)
     if include is None:
-        first = sites[0]
-        path = first.name.split(".")
-        prefixes = [".".join(path[:i]) for i in range(len(path) + 1)]
-        inside = [
-            prefix
-            for outer, prefix in itertools.pairwise(prefixes)
-            if isinstance(modules[outer], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-        ]
-        if not inside or modules[inside[-1]] is first.module:
-            raise NoMatchingTargetError(
-                f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens enter "
-                "is not known; name the block with `include`"
-            )
-        chosen = [inside[-1]]
+        sites = select(survey, model)
+        chosen = list(survey.entrances) or [_first_block(sites[0], modules)]
     else:
+        # Layers that are not understood matter only where tokens enter.
+        sites = survey.sites
         chosen = [name for name in modules if name and matches(include, [name])]
         if not chosen:
             raise nothing_matched("modules", include, None, [name for name in modules if name])
-    result = []
-    for name in chosen:
-        below = [s for s in sites if s.name == name or s.name.startswith(f"{name}.")]
-        if not below:
-            raise NoMatchingTargetError(f"the module '{name}' holds no attention layer; name a block that does")
-        result.append(TokenSite(name, modules[name], below[0]))
-    return result
+    return [_token_site(name, modules[name], sites, survey) for name in chosen]
 
 
-def _attention_below(model: nn.Module) -> Sequence[AttentionSite]:
-    """All known layers; those that are not understood matter only where tokens enter."""
-    names = {module: clean_name(name) for name, module in model.named_modules()}
-    result = []
-    for module, name in names.items():
-        try:
-            site = describe(module)
-        except UnknownAttentionError:
-            continue
-        if site is not None:
-            result.append(named(site, name, names))
-    return result
+def _token_site(name: str, module: nn.Module, sites: Sequence[AttentionSite], survey: Survey) -> TokenSite:
+    below = [s for s in sites if name == "" or s.name == name or s.name.startswith(f"{name}.")]
+    if not below:
+        raise NoMatchingTargetError(f"the module '{name}' holds no attention layer; name a block that does")
+    first, entrance = below[0], survey.entrances.get(name)
+    if entrance is None:
+        return TokenSite(name, module, first, batch_first=first.batch_first)
+    axes = [axis for axis, size in enumerate(entrance.shape) if size == first.width]
+    return TokenSite(
+        name,
+        module,
+        first,
+        entrance.argument,
+        axes[0] if len(axes) == 1 else None,
+        first.batch_first and not entrance.tokens_first,
+        entrance.prefix,
+    )
+
+
+def _first_block(first: AttentionSite, modules: dict[str, nn.Module]) -> str:
+    path = first.name.partition(":")[0].split(".")
+    prefixes = [".".join(path[:i]) for i in range(len(path) + 1)]
+    inside = [
+        prefix
+        for outer, prefix in itertools.pairwise(prefixes)
+        if isinstance(modules[outer], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+    ]
+    if not inside or modules[inside[-1]] is first.module:
+        raise NoMatchingTargetError(
+            f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens enter "
+            "is not known; name the block with `include`"
+        )
+    return inside[-1]

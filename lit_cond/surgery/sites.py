@@ -7,7 +7,7 @@ transposed Conv1D of GPT-2), 1x1 convolutions, and fused weights whose rows belo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -185,6 +185,8 @@ class AttentionSite:
             and values come from one low-rank latent, "approximate" where not all scores are computed.
         causal: Whether a position attends to itself and earlier ones only.
         batch_first: Whether token tensors come as (batch, tokens, ...) and not as (tokens, batch, ...).
+        traced: Whether a forward pass has shown the rows; else they come from the table of known layouts.
+        notes: Why a role has no matrix here.
     """
 
     name: str
@@ -195,6 +197,8 @@ class AttentionSite:
     kind: Kind = "self"
     causal: bool = False
     batch_first: bool = True
+    traced: bool = False
+    notes: Mapping[Role, str] = field(default_factory=dict)
 
     def heads(self, role: Role) -> int | None:
         """Return the number of heads of a role's matrix."""

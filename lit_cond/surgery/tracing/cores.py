@@ -49,7 +49,6 @@ class Core:
         value_width: Channels of one value head.
         over_channels: Whether the softmax runs over channels instead of tokens.
         causal: Whether each position sees itself and earlier ones only.
-        tokens_first: Whether token tensors come as (tokens, batch, channels); None where the operation does not say.
     """
 
     node: Node
@@ -59,7 +58,6 @@ class Core:
     value_width: int = 0
     over_channels: bool = False
     causal: bool = False
-    tokens_first: bool | None = None
 
 
 def resolve(attention: Attention) -> Core:
@@ -75,7 +73,6 @@ def resolve(attention: Attention) -> Core:
     core.head_width = query.tensor.shape[query.contracted]
     core.value_width = attention.value.tensor.shape[attention.value.free] if attention.value.tensor.ndim > 1 else 0
     core.causal = _is_causal(attention)
-    core.tokens_first = attention.arguments.get("tokens_first")
     return core
 
 
@@ -188,4 +185,3 @@ def views_of(sources: Sequence[Source]) -> Iterator[tuple[Source, MatrixLayout]]
         for part in row_sets(rows) or ():
             layout = source.layout
             yield source, MatrixLayout(part, layout.transposed, layout.out_axes, layout.groups)
-

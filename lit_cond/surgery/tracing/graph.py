@@ -1,4 +1,4 @@
-"""What a traced forward pass leaves behind: its operations, the module calls they happened in, the weights they used."""
+"""What a traced forward pass leaves behind: operations, the module calls around them, the weights they used."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Node:
         softmaxes: Softmaxes of such products that reach it in the same way.
         is_product: Whether it multiplies two activations.
         product: The operands of such a product, as long as they may be needed.
-        axis: The axis that a softmax sums over.
+        axis: The axis that a softmax sums over, or along which tensors are joined.
         tensor: Output of a softmax or product, as long as it may be needed.
         children: Operations that use it.
     """

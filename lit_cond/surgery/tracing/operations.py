@@ -10,27 +10,37 @@ from torch import Tensor
 
 __all__ = ["CUTS", "JOINS", "METADATA", "OPAQUE", "Product", "product_of"]
 
+# fmt: off
 # Attributes and queries: they return no tensor that anything is computed with.
 METADATA = frozenset(
-    "shape device dtype layout size dim ndim numel grad grad_fn requires_grad is_leaf data_ptr is_floating_point "
-    "is_complex stride storage_offset is_contiguous element_size is_cuda is_meta is_nested is_sparse __set__ __len__ "
-    "__bool__ item tolist __hash__ __repr__ __format__ get_device requires_grad_ register_hook is_tensor".split()
+    (
+        "shape", "device", "dtype", "layout", "size", "dim", "ndim", "numel", "grad", "grad_fn", "requires_grad",
+        "is_leaf", "data_ptr", "is_floating_point", "is_complex", "stride", "storage_offset", "is_contiguous",
+        "element_size", "is_cuda", "is_meta", "is_nested", "is_sparse", "__set__", "__len__", "__bool__", "item",
+        "tolist", "__hash__", "__repr__", "__format__", "get_device", "requires_grad_", "register_hook", "is_tensor",
+    )
 )
 
 # What gives back entries of its argument, unchanged but for place and dtype.
 CUTS = frozenset(
-    "chunk split __getitem__ T mT H t transpose view reshape narrow unbind permute swapaxes unsqueeze squeeze to type_as "
-    "contiguous float detach select tensor_split split_with_sizes flatten unflatten expand movedim swapdims view_as "
-    "reshape_as type half bfloat16 double clone data index_select".split()
+    (
+        "chunk", "split", "__getitem__", "T", "mT", "H", "t", "transpose", "view", "reshape", "narrow", "unbind",
+        "permute", "swapaxes", "unsqueeze", "squeeze", "to", "type_as", "contiguous", "float", "detach", "select",
+        "tensor_split", "split_with_sizes", "flatten", "unflatten", "expand", "movedim", "swapdims", "view_as",
+        "reshape_as", "type", "half", "bfloat16", "double", "clone", "data", "index_select",
+    )
 )
 JOINS = frozenset(("cat", "concat", "concatenate", "stack", "hstack", "vstack"))
 
 # Functions behind which the scores of attention are not followed any further.
 OPAQUE = frozenset(
-    "embedding embedding_bag layer_norm rms_norm group_norm batch_norm instance_norm local_response_norm "
-    "scaled_dot_product_attention".split()
+    (
+        "embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm",
+        "local_response_norm", "scaled_dot_product_attention",
+    )
 )
 
+# fmt: on
 _MATMULS = frozenset(("matmul", "__matmul__", "__rmatmul__", "bmm", "mm"))
 _CONVOLUTIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
@@ -67,7 +77,9 @@ def product_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
         left, right = _arguments(args, kwargs, ("input", "weight"))
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         inner = tuple(range(1 - right.ndim, 0))
-        return Product(left, right, ((-1 - _CONVOLUTIONS[name],), inner), ((), (-right.ndim,)), (None, None), groups, True)
+        return Product(
+            left, right, ((-1 - _CONVOLUTIONS[name],), inner), ((), (-right.ndim,)), (None, None), groups, True
+        )
     if name in ("addmm", "baddbmm", "addbmm"):
         tensors = [a for a in args if isinstance(a, Tensor)] + [kwargs[k] for k in _ADDED if k in kwargs]
         return _matmul(*tensors[-2:]) if len(tensors) >= 2 else None
@@ -126,11 +138,8 @@ def _tensordot(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None
         dims = (range(left.ndim - dims, left.ndim), range(dims))
     if not isinstance(dims, (list, tuple)):
         return None
-    contracted = tuple(
-        tuple((d % t.ndim) - t.ndim for d in axes) for t, axes in zip((left, right), dims, strict=True)
-    )
+    contracted = tuple(tuple((d % t.ndim) - t.ndim for d in axes) for t, axes in zip((left, right), dims, strict=True))
     free = tuple(
-        tuple(d for d in range(-t.ndim, 0) if d not in axes)
-        for t, axes in zip((left, right), contracted, strict=True)
+        tuple(d for d in range(-t.ndim, 0) if d not in axes) for t, axes in zip((left, right), contracted, strict=True)
     )
     return Product(left, right, contracted, free, (None, -1))  # type: ignore[arg-type]

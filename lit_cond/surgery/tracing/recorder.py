@@ -170,6 +170,9 @@ class Recorder(TorchFunctionMode):
                     node.parents.append(before)
         if product is not None and node.is_product:
             self._multiply(node, product, outputs[0])
+        if name in JOINS:
+            axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+            node.axis = axis % len(node.shape) if isinstance(axis, int) else 0
         if name == "scaled_dot_product_attention":
             self._attend(node, args, kwargs)
         return result
@@ -291,7 +294,7 @@ class Recorder(TorchFunctionMode):
                 Operand(k, self.node_of(k), -1, -2),
                 Operand(v, self.node_of(v), -2, -1),
                 node,
-                arguments={**mask, "true_is_hidden": True, "tokens_first": inputs[0].ndim == 3},
+                arguments={**mask, "true_is_hidden": True},
             )
         )
         return result
@@ -320,7 +323,11 @@ def _replaced(value: Any, old: Tensor, new: Tensor) -> Any:
 
 def _is_depthwise(product: Product) -> bool:
     """Whether a convolution keeps channels apart: it then is no projection."""
-    return product.groups > 1 and product.right.shape[1] == 1 and product.groups == product.left.shape[product.contracted[0][0]]
+    return (
+        product.groups > 1
+        and product.right.shape[1] == 1
+        and product.groups == product.left.shape[product.contracted[0][0]]
+    )
 
 
 def _mixes_heads(product: Product, weight: int, nodes: list[Node]) -> bool:

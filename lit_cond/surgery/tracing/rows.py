@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ def row_sets(mask: Tensor) -> list[RowSet] | None:
         edges.append(len(mask))
     starts, ends = edges[::2], edges[1::2]
     blocks = {end - start for start, end in zip(starts, ends, strict=True)}
-    periods = {b - a for a, b in zip(starts, starts[1:], strict=False)}
+    periods = {b - a for a, b in itertools.pairwise(starts)}
     if len(starts) == 1:
         return [RowSet.span(starts[0], ends[0] - starts[0])]
     if len(blocks) == 1 and len(periods) == 1:

@@ -12,7 +12,7 @@ from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import ROLES, Kind, MatrixLayout, Role
 from lit_cond.surgery.tracing.cores import Core, Source, resolve, views_of
 from lit_cond.surgery.tracing.entrance import Entrance, find_entrances
-from lit_cond.surgery.tracing.graph import Call, Node
+from lit_cond.surgery.tracing.graph import Call, Node, tensors_in
 from lit_cond.surgery.tracing.quiet import as_it_was
 from lit_cond.surgery.tracing.recorder import Attention, Recorder
 
@@ -45,7 +45,6 @@ class TracedSite:
         num_kv_heads: Key heads, likewise.
         kind: What the softmax runs over.
         causal: Whether a position sees itself and earlier ones only.
-        tokens_first: Whether tokens come as (tokens, batch, channels); None where that is not known.
         notes: Why a role has no rows here.
     """
 
@@ -55,7 +54,6 @@ class TracedSite:
     num_kv_heads: int | None
     kind: Kind
     causal: bool
-    tokens_first: bool | None
     notes: dict[Role, str]
 
 
@@ -66,7 +64,7 @@ class Trace:
     Args:
         sites: The attention layers, in the order in which they ran.
         called: Names of the modules that ran.
-        entrances: Where embedded tokens enter, in the order in which that happened.
+        entrances: Where embedded tokens enter, one for each tower.
         unresolved: Attention that ran without any weight of its own: name of the module and the reason.
     """
 
@@ -121,12 +119,33 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
                 layer.cores.append(core)
                 for role, sources in core.sources.items():
                     layer.sources[role] += _inside(sources, anchor)
-            entrances += find_entrances(recorder, [core.node for core in cores])
+            batch = _batch(sample)
+            entrances += find_entrances(recorder, [core.node for core in cores], batch)
         owners = _owners(model)
         sites = [_site(layer, owners) for layer in _complete(layers.values())]
-    first = {entrance.module: entrance for entrance in reversed(entrances)}
-    ordered = tuple(e for e in dict.fromkeys(entrances) if first[e.module] == e)
-    return Trace(tuple(sites), frozenset(called), ordered, tuple(unresolved.items()))
+    return Trace(tuple(sites), frozenset(called), _towers(entrances), tuple(unresolved.items()))
+
+
+def _towers(entrances: Sequence[Entrance]) -> tuple[Entrance, ...]:
+    """Keep the first entrance below each branch of the model that does not go on with the tokens of another."""
+    paths = [entrance.module.split(".") for entrance in entrances]
+    shared = 0
+    while paths and all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    towers: dict[str, Entrance | None] = {}
+    for path, entrance in zip(paths, entrances, strict=True):
+        # Blocks in one list, or stages, are one tower.
+        branch = "" if path[shared].isdigit() else path[shared]
+        if branch in towers or (entrance.continues and any(towers.values())):
+            continue
+        towers[branch] = None if entrance.learned else entrance
+    return tuple(entrance for entrance in towers.values() if entrance is not None)
+
+
+def _batch(sample: Sample) -> int | None:
+    """Return the size of the batch, by the convention that it is the first axis of the first input."""
+    first = next(tensors_in((sample.args, dict(sample.kwargs))), None)
+    return first.shape[0] if first is not None and first.ndim else None
 
 
 def _anchor(core: Core) -> Call | None:
@@ -182,7 +201,6 @@ def _site(layer: _Layer, owners: dict[int, list[tuple[str, str, nn.Module]]]) ->
         _quotient(rows["key"], width) if rows["key"] else heads,
         _kind(layer, places),
         all(c.causal for c in layer.cores),
-        core.tokens_first,
         notes,
     )
 

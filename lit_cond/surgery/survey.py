@@ -1,0 +1,285 @@
+"""Everything that looks like attention in a model: what a forward pass shows and what the table of layouts says.
+
+A traced pass is authoritative: a layer that it ran is attention if it computed a softmax of products, and its rows are
+those that reached it. The table of layouts serves what no pass has reached. Where both speak they must agree.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from lit_cond.errors import LitCondError, UnknownAttentionError
+from lit_cond.surgery.families import describe, suspicion, unknown_attention
+from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
+from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name
+from lit_cond.surgery.tracing.entrance import Entrance
+from lit_cond.surgery.tracing.trace import Trace, TracedSite, trace_attention
+
+__all__ = ["Survey", "survey_attention"]
+
+_NO_SOFTMAX = "it ran and computes no softmax of products of queries and keys"
+
+
+@dataclass(eq=False)
+class Survey:
+    """What was found in a model.
+
+    Args:
+        sites: Attention layers whose rows are known, in the order of the model's modules.
+        entrances: Where embedded tokens enter, as traced passes show, by the name of the block.
+        left_alone: Modules that look like attention and are none, by name, with the reason.
+        unknown: Modules that look like attention, were reached by no pass and have no known layout.
+        notes: What could not be traced, and why.
+    """
+
+    sites: list[AttentionSite] = field(default_factory=list)
+    entrances: dict[str, Entrance] = field(default_factory=dict)
+    left_alone: dict[str, str] = field(default_factory=dict)
+    unknown: dict[str, UnknownAttentionError] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True) -> Survey:
+    """Return all attention layers of a model.
+
+    Args:
+        model: Any module.
+        sample: Arguments for one forward pass of the model (a tensor, a tuple, a dictionary, a `Sample` or a list of
+            these); None takes what the model, or parts of it, say of their inputs.
+        trace: Whether to run the model; without, the table of layouts alone is asked.
+
+    Raises:
+        UnknownAttentionError: If a traced pass and the table of layouts disagree.
+    """
+    survey = Survey()
+    traces = _traces(model, sample, survey.notes) if trace else []
+    called = {name for trace in traces for name in trace.called}
+    names = {module: clean_name(name) for name, module in model.named_modules()}
+    traced = _bound(model, traces)
+    static, survey.unknown = _static(names)
+    for trace in traces:
+        survey.entrances.update(
+            (clean_name(e.module), replace(e, module=clean_name(e.module))) for e in trace.entrances
+        )
+        survey.left_alone.update((clean_name(name), reason) for name, reason in trace.unresolved)
+    order = {name: i for i, name in enumerate(names.values())}
+    joined = _joined(traced, static)
+    used = {id(site) for pair in joined for site in pair if site is not None}
+    survey.sites = [_one(*pair) for pair in joined]
+    for site in static:
+        if id(site) in used:
+            continue
+        if site.name in called or any(view.owner_name in called for _, view in site):
+            survey.left_alone[site.name] = _NO_SOFTMAX
+        else:
+            survey.sites.append(site)
+    known = [site.name for site in survey.sites]
+    for name in list(survey.unknown):
+        around = any(
+            site == name or site.startswith(f"{name}.") or name.startswith(f"{site}.") for site in known if site
+        )
+        if name in called:
+            del survey.unknown[name]
+            if not around:
+                survey.left_alone[name] = _NO_SOFTMAX
+    survey.sites.sort(key=lambda site: order.get(site.name.partition(":")[0], len(order)))
+    return survey
+
+
+# Traces by model, in names only, so that they keep nothing alive.
+_CACHE: weakref.WeakKeyDictionary[nn.Module, tuple[object, Trace]] = weakref.WeakKeyDictionary()
+
+
+def _traces(model: nn.Module, sample: Any, notes: list[str]) -> list[Trace]:
+    if sample is not None:
+        return [_prefixed(trace_attention(model, as_samples(sample)), "")]
+    traces = []
+    for name, part, samples in sampled_parts(model):
+        label = clean_name(name) or type(part).__name__
+        if isinstance(samples, LitCondError):
+            notes.append(f"'{label}' was not traced: {samples}")
+            continue
+        trace = _cached(part, samples, label, notes)
+        if trace is not None:
+            traces.append(_prefixed(trace, name))
+    return traces
+
+
+def _cached(part: nn.Module, samples: list[Sample], label: str, notes: list[str]) -> Trace | None:
+    signature = tuple((name, tuple(p.shape)) for name, p in part.named_parameters(remove_duplicate=False))
+    if part in _CACHE and _CACHE[part][0] == signature:
+        return _CACHE[part][1]
+    if any(p.is_meta for p in part.parameters()):
+        notes.append(f"'{label}' was not traced: its weights are on the meta device")
+        return None
+    if any(isinstance(p, DTensor) for p in part.parameters()):
+        notes.append(f"'{label}' was not traced: its weights are sharded")
+        return None
+    try:
+        trace = trace_attention(part, samples)
+    except Exception as error:  # whatever a foreign forward raises
+        notes.append(
+            f"'{label}' was not traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        )
+        return None
+    _CACHE[part] = (signature, trace)
+    return trace
+
+
+def _prefixed(trace: Trace, prefix: str) -> Trace:
+    """Return a trace of a part with the names of the whole."""
+
+    def full(name: str) -> str:
+        return ".".join(part for part in (prefix, name) if part)
+
+    return Trace(
+        tuple(
+            replace(
+                site,
+                module=full(site.module),
+                places={r: tuple(replace(p, owner=full(p.owner)) for p in group) for r, group in site.places.items()},
+            )
+            for site in trace.sites
+        ),
+        frozenset(clean_name(full(name)) for name in trace.called),
+        tuple(replace(e, module=full(e.module), attention=full(e.attention)) for e in trace.entrances),
+        tuple((full(name), reason) for name, reason in trace.unresolved),
+    )
+
+
+def _bound(model: nn.Module, traces: list[Trace]) -> list[AttentionSite]:
+    """Return traced sites with the modules that their names mean."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    sites: list[AttentionSite] = []
+    taken: dict[str, int] = {}
+    for traced in (site for trace in traces for site in trace.sites):
+        name = clean_name(traced.module)
+        taken[name] = taken.get(name, 0) + 1
+        views = {
+            role: tuple(WeightView(modules[p.owner], p.tensor, p.layout, clean_name(p.owner)) for p in group)
+            for role, group in traced.places.items()
+        }
+        sites.append(_site(traced, name if taken[name] == 1 else f"{name}:{taken[name]}", modules, views))
+    return sites
+
+
+def _site(
+    traced: TracedSite, name: str, modules: Mapping[str, nn.Module], views: dict[Role, tuple[WeightView, ...]]
+) -> AttentionSite:
+    return AttentionSite(
+        name,
+        modules[traced.module],
+        views,
+        traced.num_heads,
+        traced.num_kv_heads,
+        traced.kind,
+        traced.causal,
+        traced=True,
+        notes=traced.notes,
+    )
+
+
+def _static(names: Mapping[nn.Module, str]) -> tuple[list[AttentionSite], dict[str, UnknownAttentionError]]:
+    """Return what the table of layouts says of every module."""
+    sites: list[AttentionSite] = []
+    unknown: dict[str, UnknownAttentionError] = {}
+    for module, name in names.items():
+        try:
+            site = describe(module)
+            reason = suspicion(module) if site is None else None
+            if reason is not None and not _holds_known(module):
+                raise unknown_attention(module, reason)
+        except UnknownAttentionError as error:
+            unknown[name] = error
+            continue
+        if site is not None:
+            sites.append(_named(site, name, names))
+    return sites, unknown
+
+
+def _named(site: AttentionSite, name: str, names: Mapping[nn.Module, str]) -> AttentionSite:
+    views = {
+        role: tuple(replace(view, owner_name=names[view.module]) for view in views)
+        for role, views in site.views.items()
+    }
+    return replace(site, name=name, views=views)
+
+
+def _holds_known(module: nn.Module) -> bool:
+    """Whether a descendant is attention of a known kind: the module is then a wrapper around it."""
+    for child in module.modules():
+        if child is module:
+            continue
+        try:
+            if describe(child) is not None:
+                return True
+        except UnknownAttentionError:
+            return True
+    return False
+
+
+def _joined(
+    traced: list[AttentionSite], static: list[AttentionSite]
+) -> Iterator[tuple[AttentionSite, AttentionSite | None]]:
+    """Pair each traced site with the one of the table that uses the same parameters.
+
+    Raises:
+        UnknownAttentionError: If the two differ in the rows of a role.
+    """
+    by_parameter = {_parameter(view): site for site in static for _, view in site}
+    pairs = []
+    for site in traced:
+        partner = next((by_parameter[k] for _, view in site if (k := _parameter(view)) in by_parameter), None)
+        if partner is not None:
+            _compare(site, partner)
+        pairs.append((site, partner))
+    return pairs
+
+
+def _parameter(view: WeightView) -> int | None:
+    value = dict(view.module.named_parameters(recurse=False, remove_duplicate=False)).get(view.tensor_name)
+    return None if value is None else id(value)
+
+
+def _compare(traced: AttentionSite, static: AttentionSite) -> None:
+    for role in ROLES:
+        shown, said = _rows(traced, role), _rows(static, role)
+        common = shown.keys() & said.keys()
+        if any(shown[key] != said[key] for key in common):
+            raise UnknownAttentionError(
+                f"'{traced.name}': the forward pass reads its {role} from {_spell(traced, role)}, the table of layouts "
+                f"says {_spell(static, role)}; correct the description (register_fused, register_family) or leave the "
+                "layer out with `exclude`"
+            )
+
+
+def _rows(site: AttentionSite, role: Role) -> dict[int | None, frozenset[int]]:
+    rows: dict[int | None, frozenset[int]] = {}
+    for view in site.views.get(role, ()):
+        key = _parameter(view)
+        rows[key] = rows.get(key, frozenset()) | frozenset(view.layout.rows.indices(torch.device("cpu")).tolist())
+    return rows
+
+
+def _spell(site: AttentionSite, role: Role) -> str:
+    return " and ".join(f"{v.owner_name}.{v.tensor_name}{v.layout.rows}" for v in site.views.get(role, ())) or "nothing"
+
+
+def _one(traced: AttentionSite, static: AttentionSite | None) -> AttentionSite:
+    """Return the traced site with what only the table knows."""
+    if static is None:
+        return traced
+    return replace(
+        traced,
+        num_heads=traced.num_heads or static.num_heads,
+        num_kv_heads=traced.num_kv_heads or static.num_kv_heads,
+        causal=traced.causal or static.causal,
+        batch_first=static.batch_first,
+    )
