@@ -7,7 +7,7 @@ those that reached it. The table of layouts serves what no pass has reached. Whe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -60,15 +60,15 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
     """
     survey = Survey()
     traces = _traces(model, sample, survey.notes) if trace else []
-    called = {name for trace in traces for name in trace.called}
+    called = {name for shown in traces for name in shown.called}
     names = {module: clean_name(name) for name, module in model.named_modules()}
     traced = _bound(model, traces)
     static, survey.unknown = _static(names)
-    for trace in traces:
+    for shown in traces:
         survey.entrances.update(
-            (clean_name(e.module), replace(e, module=clean_name(e.module))) for e in trace.entrances
+            (clean_name(e.module), replace(e, module=clean_name(e.module))) for e in shown.entrances
         )
-        survey.left_alone.update((clean_name(name), reason) for name, reason in trace.unresolved)
+        survey.left_alone.update((clean_name(name), reason) for name, reason in shown.unresolved)
     order = {name: i for i, name in enumerate(names.values())}
     joined = _joined(traced, static)
     used = {id(site) for pair in joined for site in pair if site is not None}
@@ -227,14 +227,14 @@ def _holds_known(module: nn.Module) -> bool:
 
 def _joined(
     traced: list[AttentionSite], static: list[AttentionSite]
-) -> Iterator[tuple[AttentionSite, AttentionSite | None]]:
+) -> list[tuple[AttentionSite, AttentionSite | None]]:
     """Pair each traced site with the one of the table that uses the same parameters.
 
     Raises:
         UnknownAttentionError: If the two differ in the rows of a role.
     """
     by_parameter = {_parameter(view): site for site in static for _, view in site}
-    pairs = []
+    pairs: list[tuple[AttentionSite, AttentionSite | None]] = []
     for site in traced:
         partner = next((by_parameter[k] for _, view in site if (k := _parameter(view)) in by_parameter), None)
         if partner is not None:

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from lit_cond.surgery.tracing.graph import Call, Node, Operand, WeightUse, is_floating, tensors_in
+from lit_cond.surgery.tracing.graph import Call, Node, Operand, is_floating, tensors_in
 from lit_cond.surgery.tracing.operations import CUTS, JOINS, METADATA, OPAQUE, Product, product_of
+from lit_cond.surgery.tracing.projections import is_depthwise, mixes_heads, weight_uses
 
 __all__ = ["Attention", "Recorder"]
 
@@ -216,10 +217,10 @@ class Recorder(TorchFunctionMode):
         if weight is None:
             node.is_product = not any(free is None for free in product.placed)
             return None
-        if _is_depthwise(product) or _mixes_heads(product, weight, nodes):
+        if is_depthwise(product) or mixes_heads(product, weight, nodes):
             return None
         node.source = nodes[1 - weight]
-        node.weights = _weight_uses(sides[weight], nodes[weight], product, weight)
+        node.weights = weight_uses(sides[weight], nodes[weight], product, weight)
         return sides[1 - weight]
 
     def _multiply(self, node: Node, product: Product, output: Tensor) -> None:
@@ -281,7 +282,7 @@ class Recorder(TorchFunctionMode):
         heads = given["num_heads"]
         with self, torch.enable_grad():
             projected = [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)]
-            q, k, v = (p.unflatten(-1, (heads, -1)).movedim(-2, 0) for p in projected)
+            q, k, v = (p.reshape(*p.shape[:-1], heads, -1).movedim(-2, 0) for p in projected)
         node = Node(len(self.nodes), "multi_head_attention_forward", [self.node_of(t) for t in (q, k, v)], self.call)
         with torch.no_grad():
             result = func(*args, **kwargs)
@@ -321,68 +322,6 @@ def _replaced(value: Any, old: Tensor, new: Tensor) -> Any:
     return value
 
 
-def _is_depthwise(product: Product) -> bool:
-    """Whether a convolution keeps channels apart: it then is no projection."""
-    return (
-        product.groups > 1
-        and product.right.shape[1] == 1
-        and product.groups == product.left.shape[product.contracted[0][0]]
-    )
-
-
-def _mixes_heads(product: Product, weight: int, nodes: list[Node]) -> bool:
-    """Whether a weight mixes the heads of attention scores, as talking heads do, and projects no tokens."""
-    activation, matrix = nodes[1 - weight], (product.left, product.right)[weight]
-    scores = (*activation.products, *activation.softmaxes)
-    if not scores or matrix.shape[0] != matrix.shape[1] or matrix[0, 0].numel() != 1:
-        return False
-    return any(len(s.shape) == 4 and s.shape[1] == matrix.shape[0] for s in scores)
-
-
-def _weight_uses(weight: Tensor, node: Node, product: Product, side: int) -> tuple[WeightUse, ...]:
-    """Return which parameters a projection's weight is made of, and which of their axes are output channels."""
-    unknown = (WeightUse(None),)
-    out = [axis % weight.ndim for axis in product.free[side]]
-    if not node.parameters or len(out) + len(product.contracted[side]) != weight.ndim:
-        return unknown
-    if len(node.parameters) == 1 and weight is node.parameters[0]:
-        use = _oriented(node.parameters[0], out, product.groups)
-        return (use,) if use is not None else unknown
-    # Number the output channels of the weight, and let the numbers flow back to where they came from.
-    channels = 1
-    for axis in out:
-        channels *= weight.shape[axis]
-    numbers = torch.arange(1, channels + 1, device=weight.device, dtype=weight.dtype)
-    shape = [weight.shape[axis] if axis in out else 1 for axis in range(weight.ndim)]
-    seed = numbers.view(shape).expand(weight.shape)
-    uses = []
-    for parameter in node.parameters:
-        with torch.enable_grad():
-            ones, flowed = (
-                torch.autograd.grad(weight, parameter, g, retain_graph=True, allow_unused=True)[0]
-                for g in (torch.ones_like(weight), seed)
-            )
-        if ones is None or flowed is None or not bool(((ones == 0) | (ones == 1)).all()):
-            return unknown
-        varying = [a for a in range(flowed.ndim) if not bool((flowed == flowed.narrow(a, 0, 1)).all())]
-        use = _oriented(parameter, varying, product.groups)
-        if use is None:
-            return unknown
-        uses.append(use)
-    return tuple(uses)
-
-
-def _oriented(parameter: nn.Parameter, out: list[int], groups: int) -> WeightUse | None:
-    first, last = list(range(len(out))), list(range(parameter.ndim - len(out), parameter.ndim))
-    if not out or len(out) == parameter.ndim:
-        return None
-    if sorted(out) == first:
-        return WeightUse(parameter, False, len(out), groups)
-    if sorted(out) == last:
-        return WeightUse(parameter, True, len(out), groups)
-    return None
-
-
 def _asks(softmax: Node, scores: Node) -> int:
     """Return which operand of the scores holds the queries: the one whose index one row of the softmax keeps."""
     if softmax.tensor is None or scores.tensor is None or scores.product is None:
@@ -396,5 +335,5 @@ def _asks(softmax: Node, scores: Node) -> int:
     if gradient is None:
         return 0
     touched = (gradient != 0).nonzero()
-    spread = [int(touched[:, side.free].unique().numel()) for side in scores.product]
+    spread = [len(set(touched[:, side.free].tolist())) for side in scores.product]
     return 0 if spread[0] <= spread[1] else 1
