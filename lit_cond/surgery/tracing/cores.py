@@ -45,8 +45,7 @@ class Core:
         node: The operation that returned the average of the values.
         sources: What made the query, key and value.
         problems: Why a role has no rows, or not all.
-        head_width: Size of the contracted axis of query and key.
-        value_width: Channels of one value head.
+        head_width: Channels of one head of the query.
         over_channels: Whether the softmax runs over channels instead of tokens.
         causal: Whether each position sees itself and earlier ones only.
     """
@@ -55,7 +54,6 @@ class Core:
     sources: dict[Role, list[Source]]
     problems: dict[Role, str] = field(default_factory=dict)
     head_width: int = 0
-    value_width: int = 0
     over_channels: bool = False
     causal: bool = False
 
@@ -70,8 +68,7 @@ def resolve(attention: Attention) -> Core:
             core.problems[role] = problem
     query = attention.query
     core.over_channels = _contracts_tokens(query, core.sources["query"])
-    core.head_width = query.tensor.shape[query.contracted]
-    core.value_width = attention.value.tensor.shape[attention.value.free] if attention.value.tensor.ndim > 1 else 0
+    core.head_width = query.tensor.shape[_other_axis(query) if core.over_channels else query.contracted]
     core.causal = _is_causal(attention)
     return core
 
@@ -134,9 +131,8 @@ def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
     if not sources or tensor.ndim < 2:
         return False
     source = max(sources, key=lambda s: int(s.rows.sum()))
-    free = next(axis for axis in (-2, -1) if axis % tensor.ndim != query.contracted % tensor.ndim)
     counts = []
-    for axis in (query.contracted, free):
+    for axis in (query.contracted, _other_axis(query)):
         entry = tensor.movedim(axis, -1)[..., 0]
         with torch.enable_grad():
             (gradient,) = torch.autograd.grad(
@@ -146,6 +142,12 @@ def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
         counts.append(rows)
     # A slice through a channel axis needs few rows, one through the token axis all of them.
     return counts[0] > counts[1]
+
+
+def _other_axis(operand: Operand) -> int:
+    """Return the one of the last two axes that is not summed over."""
+    ndim = operand.tensor.ndim
+    return next(axis for axis in (-2, -1) if axis % ndim != operand.contracted % ndim)
 
 
 def _is_causal(attention: Attention) -> bool:

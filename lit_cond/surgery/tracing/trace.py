@@ -192,7 +192,7 @@ def _site(layer: _Layer, owners: dict[int, list[tuple[str, str, nn.Module]]]) ->
         else:
             notes[role] = core.problems.get(role) or "it is made outside of the layer"
     rows = {role: _count(layer.sources[role], places.get(role, ())) for role in ROLES}
-    width = core.value_width if core.over_channels else core.head_width
+    width = core.head_width
     heads = _quotient(rows["query"], width)
     return TracedSite(
         layer.anchor.name,
