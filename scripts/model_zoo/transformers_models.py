@@ -15,7 +15,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lit_cond.surgery.samples.transformers import transformers_samples
 from scripts.model_zoo import ZooModel
 from scripts.model_zoo.transformers_overrides import OVERRIDES
-from scripts.model_zoo.transformers_shrink import shrink
+from scripts.model_zoo.transformers_shrink import merge, shrink
 
 __all__ = ["all_types", "build", "models", "tiny_config"]
 
@@ -35,14 +35,29 @@ def models() -> list[ZooModel]:
 
 def tiny_config(name: str) -> Any:
     """The shrunk configuration of a type."""
-    override = OVERRIDES.get(name, {})
-    if callable(override):
-        return override()
     config_class = CONFIG_MAPPING[name]
+    override = OVERRIDES.get(name, {})
     entries = shrink(config_class(**override.get("__init__", {})).to_dict())
     entries.pop("dtype", None)
-    _merge(entries, {key: value for key, value in override.items() if key != "__init__"})
-    return config_class.from_dict(entries)
+    merge(entries, override)
+    config = config_class.from_dict(entries)
+    _fit_rotary_sections(config)
+    return config
+
+
+def _fit_rotary_sections(config: Any) -> None:
+    """Multimodal rotary sections add up to half of the rotated width; their defaults fit full-size heads only."""
+    for value in vars(config).values():
+        if hasattr(value, "to_dict"):
+            _fit_rotary_sections(value)
+    if "mrope_section" not in getattr(config, "ignore_keys_at_rope_validation", ()):
+        return
+    parameters = config.rope_parameters
+    for rope in [item for item in parameters.values() if isinstance(item, dict)] or [parameters]:
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
+        if sum(rope.get("mrope_section", [0])) != half:
+            rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def build(name: str) -> nn.Module:
@@ -56,14 +71,6 @@ def build(name: str) -> nn.Module:
     model = model.float().eval()
     _initialize(model)
     return model
-
-
-def _merge(entries: dict[str, Any], override: dict[str, Any]) -> None:
-    for key, value in override.items():
-        if isinstance(value, dict) and isinstance(entries.get(key), dict):
-            _merge(entries[key], value)
-        else:
-            entries[key] = value
 
 
 @cache
@@ -97,7 +104,7 @@ def _initialize(model: nn.Module) -> None:
                 continue
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             if parameter.ndim >= 2:
-                fan_in = parameter[0].numel()
+                fan_in = max(1, parameter.numel() // max(1, parameter.shape[0]))
                 parameter.normal_(0.0, min(0.1, max(0.02, fan_in**-0.5)), generator=generator)
             elif name.endswith("bias"):
                 parameter.normal_(0.0, 0.02, generator=generator)

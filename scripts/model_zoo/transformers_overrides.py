@@ -1,13 +1,92 @@
-"""Entries of tiny configurations that the rules of `transformers_shrink` do not find, by type.
-
-A value is merged into the shrunk entries; `__init__` holds arguments of the configuration class, for types whose
-default is not valid or has no attention; a function makes the configuration alone.
-"""
+"""Entries of tiny configurations that the rules of `transformers_shrink` do not find, by type."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["OVERRIDES"]
+__all__ = ["CONVOLUTIONAL", "OVERRIDES"]
 
-OVERRIDES: dict[str, Any] = {}
+# Backbones without attention whose widths must agree with those that the parent names: left as they are.
+CONVOLUTIONAL = frozenset(
+    {
+        "bit",
+        "dinov3_convnext",
+        "efficientnet",
+        "hgnet_v2",
+        "regnet",
+        "resnet",
+        "rt_detr_resnet",
+        "textnet",
+        "timm_backbone",
+        "timm_wrapper",
+        "uvdoc_backbone",
+        "align_vision_model",
+        "pp_lcnet",
+        "pp_lcnet_v3",
+        "pp_lcnet_v4",
+    }
+)
+
+# Merged into the shrunk entries of every configuration of that type, also within others. `__init__` holds arguments of
+# the configuration class, for types whose default is not valid.
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "autoformer": {"prediction_length": 8},
+    "bamba": {"attn_layer_indices": [1]},
+    "chameleon": {"vocabulary_map": {"<image>": 90, "IMGIMGBSZ": 91}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}},
+    },
+    "cvt": {"depth": [1, 2, 3]},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4},
+    "dory": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
+        "n_input_layers": 1,
+        "n_recurrent_layers": 2,
+        "n_output_layers": 1,
+    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "emu3": {"vocabulary_map": {"<|extra_200|>": 90, "<image>": 91}},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
+        "intermediate_size": [128] * 4,
+    },
+    "gemma4_assistant": {
+        "__init__": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+        "text_config": {"num_kv_shared_layers": 2},
+    },
+    "granite4_vision": {"deepstack_layer_map": [[-2, 0], [-1, 1]], "downsample_rate": "1/2"},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "informer": {"prediction_length": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "lw_detr": {"projector_scale_factors": [1.0]},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0]},
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "nemotron": {"num_key_value_heads": 2},
+    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "recurrent_gemma": {"num_hidden_layers": 3},
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 8], "max_position_embeddings": 64},
+    "squeezebert": {"embedding_size": 64},
+    "t5gemma2_text": {"dropout_rate": 0.0},
+    "time_series_transformer": {"prediction_length": 8},
+    "timm_backbone": {"__init__": {"backbone": "resnet18"}},
+    "timm_wrapper": {"architecture": "vit_tiny_patch16_224", "model_args": {"img_size": 64, "depth": 2}},
+    "tvp": {"max_img_size": 256, "visual_prompt_size": 16},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+}

@@ -11,7 +11,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["shrink"]
+from scripts.model_zoo.transformers_overrides import CONVOLUTIONAL, OVERRIDES
+
+__all__ = ["merge", "shrink"]
 
 WIDTH = 64
 HEADS = 4
@@ -110,6 +112,10 @@ LIMITS: dict[str, int] = {
     "num_detection_tokens": 8,
     "type_vocab_size": 16,
     "num_codebooks": 4,
+    "num_filters": 8,
+    "upsample_groups": WIDTH,
+    "index_kpool": 2,
+    "embedding_rank": 32,
     "window_size": 4,
     "sliding_window": 8,
     "attention_chunk_size": 8,
@@ -128,6 +134,17 @@ def shrink(config: dict[str, Any]) -> dict[str, Any]:
     return _shrink(config, _TokenIds())
 
 
+def merge(entries: dict[str, Any], override: dict[str, Any]) -> None:
+    """Write overriding entries into others, dictionary by dictionary."""
+    for key, value in override.items():
+        if key == "__init__":
+            continue
+        if isinstance(value, dict) and isinstance(entries.get(key), dict):
+            merge(entries[key], value)
+        else:
+            entries[key] = value
+
+
 class _TokenIds:
     """New ids for those beyond the small vocabulary: the same for the same old one, all different."""
 
@@ -141,14 +158,35 @@ class _TokenIds:
 
 
 def _shrink(config: dict[str, Any], ids: _TokenIds) -> dict[str, Any]:
+    model_type = config.get("model_type")
+    if model_type in CONVOLUTIONAL:
+        return dict(config)
     config = _fewer_layers(config)
     result: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, dict) and key not in ("id2label", "label2id"):
-            result[key] = _shrink_rope(value, config) if key.startswith("rope") else _shrink(value, ids)
+        if key == "rope_parameters" and isinstance(value, dict):
+            result[key] = _shrink_rope(value, config)
+        elif isinstance(value, dict) and key not in ("id2label", "label2id", "per_layer_config"):
+            result[key] = _shrink(value, ids)
         else:
-            result[key] = _entry(key, value, config, ids)
+            result[key] = _entry(str(key), value, config, ids)
+    layers = result.get("per_layer_config")
+    if isinstance(layers, dict):
+        result["per_layer_config"] = {
+            index: {name: _scaled(name, value, config, result) for name, value in layer.items()}
+            for index, layer in layers.items()
+        }
+    if result.get("head_dim", 0) is None and isinstance(result.get("num_attention_heads"), int):
+        result["head_dim"] = HEAD_DIM
+    merge(result, OVERRIDES.get(model_type, {}) if isinstance(model_type, str) else {})
     return result
+
+
+def _scaled(name: str, value: Any, old: dict[str, Any], new: dict[str, Any]) -> Any:
+    """An entry of one layer, in proportion to that of all layers."""
+    if isinstance(value, bool) or not isinstance(value, int) or not isinstance(old.get(name), int):
+        return value
+    return max(1, new[name] * value // old[name])
 
 
 def _entry(key: str, value: Any, config: dict[str, Any], ids: _TokenIds) -> Any:
@@ -161,6 +199,8 @@ def _entry(key: str, value: Any, config: dict[str, Any], ids: _TokenIds) -> Any:
         return _list_entry(key, value)
     if key in LIMITS:
         return min(value, LIMITS[key])
+    if key == "codebook_dim":
+        return min(value, WIDTH) if value == config.get("hidden_size") else value
     for pattern, rule in RULES:
         if pattern.match(key):
             return rule(key, value, config)
@@ -175,6 +215,8 @@ def _list_entry(key: str, values: list[Any]) -> list[Any]:
     """A list with one entry for each stage: same length, same proportions."""
     if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return values
+    if key == "decoder_in_channels":
+        return [min(value, WIDTH) for value in values]
     if key in ("depths", "num_blocks", "blocks_per_stage", "layers", "depth", "num_layers"):
         return [min(value, 2) for value in values]
     if key in (
@@ -230,7 +272,8 @@ def _limit(limit: int) -> Callable[[str, int, dict[str, Any]], int]:
 def _image(key: str, value: int, config: dict[str, Any]) -> int:
     patch = config.get("patch_size", 16)
     patch = patch[0] if isinstance(patch, list) else patch
-    return min(value, max(64, 4 * patch)) if isinstance(patch, int) else value
+    smallest = 128 if isinstance(config.get("depths"), list) else max(64, 4 * patch)
+    return min(value, smallest) if isinstance(patch, int) else value
 
 
 RULES: tuple[tuple[re.Pattern[str], Callable[[str, int, dict[str, Any]], int]], ...] = (
@@ -263,18 +306,24 @@ def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
     """Two layers, or as many as have each kind of layer of the pattern once; patterns are cut to the same layers."""
     result = dict(config)
     for key, count in config.items():
-        if not LAYER_COUNTS.match(key) or not isinstance(count, int) or isinstance(count, bool) or count <= 2:
+        if not LAYER_COUNTS.match(str(key)) or not isinstance(count, int) or isinstance(count, bool) or count <= 2:
             continue
         patterns = {
             name: value
             for name, value in config.items()
             if isinstance(value, list) and len(value) == count and count > 4 and not isinstance(value[0], list | dict)
         }
-        keep = _one_of_each(list(zip(*patterns.values(), strict=True))) if patterns else [0, 1]
+        kinds = [tuple(item) for item in zip(*patterns.values(), strict=True)] if patterns else [()] * count
+        layers = {int(index): layer for index, layer in (config.get("per_layer_config") or {}).items()}
+        if any("num_local_experts" not in layer for layer in layers.values()):
+            kinds = [(*kind, str(layers.get(index))) for index, kind in enumerate(kinds)]
+        keep = _one_of_each(kinds)
         stages = config.get("out_indices")
         if key == "num_hidden_layers" and isinstance(stages, list) and len(stages) > len(keep):
             keep = list(range(len(stages)))
         result |= {name: [value[index] for index in keep] for name, value in patterns.items()}
+        if layers:
+            result["per_layer_config"] = {new: layers[old] for new, old in enumerate(keep) if old in layers}
         result[key] = len(keep)
         if key in ("num_hidden_layers", "depth", "num_layers", "n_layers"):
             result |= _layer_indices(config, len(keep))
