@@ -28,6 +28,7 @@ class Source:
         layout: Orientation of the parameter; its own rows are not yet those of the mask.
         call: The module call that projected.
         tokens: Where the projected tokens came from.
+        index: When it projected, in the order of operations.
     """
 
     parameter: nn.Parameter
@@ -35,6 +36,7 @@ class Source:
     layout: MatrixLayout
     call: Call | None
     tokens: Node | None
+    index: int
 
 
 @dataclass(eq=False)
@@ -121,7 +123,7 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
         layout = MatrixLayout(RowSet.span(0, 0), use.transposed, use.out_axes, use.groups)
         rows = (layout.oriented(gradient) != 0).any(dim=1)
         if bool(rows.any()):
-            result.append(Source(parameter, rows, layout, node.call, node.source))
+            result.append(Source(parameter, rows, layout, node.call, node.source, node.index))
     return result, None if result else "no row of its weights reaches it"
 
 

@@ -109,9 +109,14 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
                 recorder.mark_input((sample.args, dict(sample.kwargs)))
                 sample.run(model)
             called.update((call.name, None) for call in recorder.calls)
+            before: list[tuple[int, Call]] = []
             for core in cores:
                 anchor = _anchor(core)
-                if anchor is None:
+                if anchor is not None and _drop_residual_stream(core, anchor, before):
+                    anchor = _anchor(core)
+                if anchor is not None:
+                    before.append((core.node.index, anchor))
+                else:
                     name = core.node.call.name if core.node.call is not None else ""
                     unresolved[name] = next(iter(core.problems.values()), "no weight makes its operands")
                     continue
@@ -153,6 +158,19 @@ def _anchor(core: Core) -> Call | None:
     inside = {id(call) for group in core.sources.values() for s in group if s.call for call in s.call.around()}
     around = core.node.call.around() if core.node.call is not None else ()
     return next((call for call in around if id(call) in inside), None)
+
+
+def _drop_residual_stream(core: Core, anchor: Call, before: Sequence[tuple[int, Call]]) -> bool:
+    """Drop what made an operand that is the residual stream itself: other layers ran since its first part was made."""
+    dropped = False
+    for role, sources in core.sources.items():
+        oldest = min((s.index for s in _inside(sources, anchor)), default=core.node.index)
+        between = (call for index, call in before if index > oldest and call is not anchor)
+        if any(outer is anchor for call in between for outer in call.around()):
+            core.sources[role] = []
+            core.problems[role] = "it is the residual stream itself, without a projection"
+            dropped = True
+    return dropped
 
 
 def _inside(sources: Iterable[Source], anchor: Call) -> list[Source]:
