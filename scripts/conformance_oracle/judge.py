@@ -1,0 +1,168 @@
+"""The verdict on the sites that a finder reports for one model."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from scripts.conformance_oracle.records import ROLES, Core
+from scripts.conformance_oracle.runs import Bench
+from scripts.conformance_oracle.site import Finding, SiteReport, judge_site
+from scripts.conformance_oracle.weights import Described, describe, random_rows
+
+__all__ = ["Judgement", "judge_model"]
+
+MANY_SITES = 6
+Views = Mapping[str, Sequence[Described]]
+
+
+@dataclass
+class Judgement:
+    """What was found out about one model.
+
+    Args:
+        verdict: `right`, `partial` (right as far as it goes; a person should look at what is open) or `wrong`.
+        findings: What contradicts the sites, what is open, what is worth knowing.
+        sites: Number of sites.
+        cores: Number of attention cores that ran.
+        deep: Number of sites that got all checks; the others got those of role and completeness.
+        evidence: How many views' changes arrived at the operand exactly, linearly, or through a normalization.
+        dtype: In which type the model ran.
+    """
+
+    verdict: str = "right"
+    findings: list[Finding] = field(default_factory=list)
+    sites: int = 0
+    cores: int = 0
+    deep: int = 0
+    evidence: Counter[str] = field(default_factory=Counter)
+    dtype: str = ""
+
+    def of(self, level: str) -> list[str]:
+        """Return the texts of one level."""
+        return [str(finding) for finding in self.findings if finding.level == level]
+
+
+def judge_model(bench: Bench, sites: Sequence[Any], *, seconds: float | None = None) -> Judgement:
+    """Check sites against what the model computes.
+
+    Args:
+        bench: The model with its inputs.
+        sites: What a finder says; each has `name`, `module`, `views`, `num_heads`, `num_kv_heads` and `kind`.
+        seconds: After this time the remaining sites get the short checks only.
+    """
+    began = time.monotonic()
+    result = Judgement(sites=len(sites), cores=len(bench.base), dtype=str(bench.dtype).removeprefix("torch."))
+    described = [_described(site, result.findings) for site in sites]
+    bench.watch([view.parameter for views in described for view in _flat(views)])
+    wanted = _deep(sites)
+    covered: dict[int, set[str]] = defaultdict(set)
+    for number, (site, views) in enumerate(zip(sites, described, strict=True)):
+        late = seconds is not None and time.monotonic() - began > seconds
+        others = [other for i, other in enumerate(described) if i != number]
+        report = judge_site(bench, site, views, others, deep=number in wanted and not late)
+        _add(result, report, covered)
+    _account(bench, described, covered, result)
+    levels = {finding.level for finding in result.findings}
+    result.verdict = next((level for level in ("wrong", "partial") if level in levels), "right")
+    return result
+
+
+def _add(result: Judgement, report: SiteReport, covered: dict[int, set[str]]) -> None:
+    result.findings.extend(report.findings)
+    result.evidence.update(report.evidence)
+    result.deep += report.deep
+    for index, role in report.covered:
+        covered[index].add(role)
+
+
+def _described(site: Any, findings: list[Finding]) -> dict[str, list[Described]]:
+    """Read the views of a site by role; those that make no sense are findings."""
+    views: dict[str, list[Described]] = {}
+    for role, view in site:
+        try:
+            views.setdefault(role, []).append(describe(role, view))
+        except LookupError as error:
+            findings.append(Finding("wrong", site.name, role, str(error)))
+    return views
+
+
+def _flat(views: Views) -> list[Described]:
+    return [view for entries in views.values() for view in entries]
+
+
+def _deep(sites: Sequence[Any]) -> set[int]:
+    """Return which sites get all checks: all of a few, else the first of each kind, the first and the last."""
+    if len(sites) <= MANY_SITES:
+        return set(range(len(sites)))
+    kinds: dict[Any, int] = {}
+    for number, site in enumerate(sites):
+        layouts = tuple((role, view.tensor_name, repr(view.layout)) for role, view in site)
+        kinds.setdefault((type(site.module), layouts, site.kind), number)
+    return {0, len(sites) - 1, *kinds.values()}
+
+
+def _account(
+    bench: Bench,
+    described: Sequence[Views],
+    covered: dict[int, set[str]],
+    result: Judgement,
+) -> None:
+    """Report the operands of cores that no site's views change."""
+    if any(set(ROLES) - covered[core.index] for core in bench.base):
+        _sweep(bench, described, covered)
+    for core in bench.base:
+        missing = [role for role in ROLES if role not in covered[core.index]]
+        if not missing:
+            continue
+        where = f"core {core.index} in {_place(core, bench)}"
+        reasons = {role: _reason(role, core, bench, covered) for role in missing}
+        if len(missing) == len(ROLES) and not any(reasons.values()):
+            result.findings.append(Finding("wrong", where, "", "no site for this attention"))
+            continue
+        for role, reason in reasons.items():
+            text = reason or "no view of any site changes this operand"
+            result.findings.append(Finding("partial", where, role, text))
+
+
+def _sweep(bench: Bench, described: Sequence[Views], covered: dict[int, set[str]]) -> None:
+    """Change all views of a role at once, every core's output held, and see which operands follow."""
+    everything = [view for views in described for view in _flat(views)]
+    for role in ROLES:
+        mine = {view.key: view for view in everything if view.role == role}
+        shared = {v.role for v in everything for m in mine.values() if v.overlaps(m)}
+        changes = [random_rows(view, view.rows, seed) for seed, view in enumerate(mine.values())]
+        if not changes:
+            continue
+        for index, roles in bench.run(changes, clamp=True, full=True).touched.items():
+            # Where other operands change too, the change went round the core: it says nothing about this one.
+            if role in roles and not (roles & set(ROLES)) - shared:
+                covered[index].add(role)
+
+
+def _reason(role: str, core: Core, bench: Bench, covered: Mapping[int, set[str]]) -> str:
+    """Return why an operand may have no view, empty if no reason is known."""
+    operands = core.operands.get(role, ())
+    if operands and all(operand.weight for operand in operands):
+        return "a parameter itself, by no projection"
+    for other in bench.base:
+        if other.index == core.index or role not in covered.get(other.index, ()):
+            continue
+        for mine in core.tensors(role):
+            if any(mine.shape == t.shape and torch.equal(mine, t) for t in other.tensors(role)):
+                return f"the same numbers as in core {other.index}, where a view makes them"
+    return ""
+
+
+def _place(core: Core, bench: Bench) -> str:
+    """Return the dotted name of the module where a core ran."""
+    names = {id(module): name for name, module in bench.model.named_modules()}
+    for module in reversed(core.modules):
+        if names.get(id(module)):
+            return f"{names[id(module)]} ({type(module).__name__})"
+    return type(bench.model).__name__
