@@ -326,7 +326,7 @@ FAMILIES: dict[str, tuple[TimmEntry, ...]] = {
     "volo": (_fixed("volo_d1_224", 64), _fixed("volo_d1_384", 96)),
     "xcit": (
         _fixed("xcit_nano_12_p8_224", 64, depth=2),
-        _fixed("xcit_nano_12_p16_224_dist", 64, depth=2),
+        _fixed("xcit_nano_12_p16_224", 64, depth=2),
         _fixed("xcit_tiny_12_p16_224", 64, depth=2),
     ),
 }

@@ -54,10 +54,10 @@ def _small() -> dict[str, Callable[[], nn.Module]]:
         ("swin_s", 24, (2, 2, 2)),
         ("swin_b", 32, (2, 2, 2)),
     ):
-        heads = [3, 6, 12] if width == 24 else [4, 8, 16]
-        made[name] = partial(_swin, width, depths, heads)
-        made[name.replace("_", "_v2_")] = partial(_swin_v2, width, depths, heads)
-        made[name.replace("_", "3d_")] = partial(_swin3d, width, depths, heads)
+        counts = (3, 6, 12) if width == 24 else (4, 8, 16)
+        made[name] = partial(_swin, width, depths, counts)
+        made[name.replace("_", "_v2_")] = partial(_swin_v2, width, depths, counts)
+        made[name.replace("_", "3d_")] = partial(_swin3d, width, depths, counts)
     made["maxvit_t"] = _maxvit
     made["mvit_v1_b"] = partial(_mvit, second=False)
     made["mvit_v2_s"] = partial(_mvit, second=True)
@@ -65,7 +65,7 @@ def _small() -> dict[str, Callable[[], nn.Module]]:
 
 
 def _vit(patch: int, heads: int, layers: int) -> nn.Module:
-    return torchvision.models.VisionTransformer(
+    model: nn.Module = torchvision.models.VisionTransformer(
         image_size=4 * patch,
         patch_size=patch,
         num_layers=layers,
@@ -74,16 +74,18 @@ def _vit(patch: int, heads: int, layers: int) -> nn.Module:
         mlp_dim=64,
         num_classes=CLASSES,
     )
+    return model
 
 
 def _swin(width: int, depths: Sequence[int], heads: Sequence[int]) -> nn.Module:
-    return swin_transformer.SwinTransformer(
+    model: nn.Module = swin_transformer.SwinTransformer(
         [4, 4], width, list(depths), list(heads), window_size=[7, 7], num_classes=CLASSES
     )
+    return model
 
 
 def _swin_v2(width: int, depths: Sequence[int], heads: Sequence[int]) -> nn.Module:
-    return swin_transformer.SwinTransformer(
+    model: nn.Module = swin_transformer.SwinTransformer(
         [4, 4],
         width,
         list(depths),
@@ -93,16 +95,18 @@ def _swin_v2(width: int, depths: Sequence[int], heads: Sequence[int]) -> nn.Modu
         block=swin_transformer.SwinTransformerBlockV2,
         downsample_layer=swin_transformer.PatchMergingV2,
     )
+    return model
 
 
 def _swin3d(width: int, depths: Sequence[int], heads: Sequence[int]) -> nn.Module:
-    return video_swin.SwinTransformer3d(
+    model: nn.Module = video_swin.SwinTransformer3d(
         [2, 4, 4], width, list(depths), list(heads), window_size=[2, 7, 7], num_classes=CLASSES
     )
+    return model
 
 
 def _maxvit() -> nn.Module:
-    return maxvit.MaxVit(
+    model: nn.Module = maxvit.MaxVit(
         input_size=(64, 64),
         stem_channels=16,
         partition_size=4,
@@ -112,6 +116,7 @@ def _maxvit() -> nn.Module:
         stochastic_depth_prob=0.2,
         num_classes=CLASSES,
     )
+    return model
 
 
 def _mvit(second: bool) -> nn.Module:
@@ -121,7 +126,7 @@ def _mvit(second: bool) -> nn.Module:
         mvit.MSBlockConfig(2, 64, 64, [3, 3, 3], [3, 3, 3], [1, 2, 2], [1, 2, 2]),
         mvit.MSBlockConfig(2, 64, 64, [3, 3, 3] if second else [], [3, 3, 3], [1, 1, 1] if second else [], [1, 1, 1]),
     ]
-    return mvit.MViT(
+    model: nn.Module = mvit.MViT(
         spatial_size=(32, 32),
         temporal_size=4,
         block_setting=blocks,
@@ -131,3 +136,4 @@ def _mvit(second: bool) -> nn.Module:
         proj_after_attn=second,
         num_classes=CLASSES,
     )
+    return model

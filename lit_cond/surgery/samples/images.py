@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,10 @@ SEED = 0
 def image_samples(model: nn.Module) -> list[Sample] | None:
     """Return one small batch of random images that the model takes.
 
-    A timm model is known by its `pretrained_cfg`. The size is that of the first submodule which keeps an `img_size`,
-    because the configuration keeps the size of the pretrained weights after `create_model(..., img_size=...)`. Of
-    torchvision the transformers whose modules fix or bound the size are known; nothing says the size of the others.
+    A timm model is known by its `pretrained_cfg`. That keeps the size of the pretrained weights after
+    `create_model(..., img_size=...)`, so the size is what timm has recorded since, where its version does so; else that
+    of the first submodule which keeps an `img_size`; else what the configuration declares. Of torchvision the
+    transformers whose modules fix or bound the size are known; nothing says the size of the others.
 
     Args:
         model: Looked at and not run. Nothing is imported: what counts is what the model has.
@@ -52,7 +54,8 @@ def _timm_shape(model: nn.Module) -> tuple[int, ...] | None:
     else:
         return None
     channels = _channels(model) or int(declared[0])
-    return (channels, *(_built_size(model) or (int(declared[1]), int(declared[2]))))
+    size = _recorded_size(model) or _built_size(model) or (int(declared[1]), int(declared[2]))
+    return (channels, *size)
 
 
 def _built_size(model: nn.Module) -> tuple[int, int] | None:
@@ -63,6 +66,13 @@ def _built_size(model: nn.Module) -> tuple[int, int] | None:
             if size is not None:
                 return size
     return None
+
+
+def _recorded_size(model: nn.Module) -> tuple[int, int] | None:
+    """Return the height and width that timm has recorded at construction or at a change of size."""
+    # Who has one of timm's models has imported timm; older versions record nothing.
+    traits = getattr(sys.modules.get("timm.models"), "get_model_traits", None)
+    return None if traits is None else _pair(traits(model).get("img_size"))
 
 
 def _channels(model: nn.Module) -> int | None:
