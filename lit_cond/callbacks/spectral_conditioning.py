@@ -14,6 +14,7 @@ from lit_cond.surgery.apply import effective_matrix, refresh_, uncondition_
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.report import format_table, measure_weights, well_conditioned
 from lit_cond.surgery.rules import WeightRule
+from lit_cond.surgery.sites import AttentionSite
 
 __all__ = ["SpectralConditioning"]
 
@@ -43,6 +44,8 @@ class SpectralConditioning(ConditioningCallback):
         include: Which attention layers: a regular expression matched in full, or a list of names or dotted endings; all
             when omitted.
         exclude: Which attention layers to leave out.
+        layers: Which attention layers by position, from 0; negative ones count from the end; all when omitted.
+        kinds: Which kinds of attention ("self", "cross", "channel", "latent", "approximate"); all when omitted.
         refresh_every_n_steps: Compute C anew from the current W every so many optimizer steps; never when omitted.
         allow_conditioned: Go on although the weights look conditioned already.
 
@@ -65,10 +68,12 @@ class SpectralConditioning(ConditioningCallback):
         roles: list[Literal["query", "key", "value"]] | None = None,
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
+        layers: list[int] | None = None,
+        kinds: list[Literal["self", "cross", "channel", "latent", "approximate"]] | None = None,
         refresh_every_n_steps: int | None = None,
         allow_conditioned: bool = False,
     ) -> None:
-        super().__init__(WeightRule(correction, scale, strength, granularity, roles, include, exclude))
+        super().__init__(WeightRule(correction, scale, strength, granularity, roles, include, exclude, layers, kinds))
         if refresh_every_n_steps is not None and refresh_every_n_steps < 1:
             raise ConfigurationError(f"`refresh_every_n_steps` must be >= 1 or omitted, got {refresh_every_n_steps}")
         self.refresh_every_n_steps = refresh_every_n_steps
@@ -109,9 +114,14 @@ class SpectralConditioning(ConditioningCallback):
         head = f"SpectralConditioning: correction={rule.correction}, scale={rule.scale}, granularity={rule.granularity}"
         return f"{head}\n{format_table(measure_weights(pl_module, exclude=rule.exclude))}"
 
+    def _selected(self, pl_module: LightningModule) -> list[AttentionSite]:
+        rule = self.rule
+        return find_attention(pl_module, rule.include, rule.exclude, layers=rule.layers, kinds=rule.kinds)
+
     def _refuse_conditioned(self, pl_module: LightningModule) -> None:
         rule = self.rule
-        reports = [r for r in measure_weights(pl_module, rule.include, rule.exclude) if r.role in (rule.roles or ())]
+        reports = measure_weights(pl_module, sites=self._selected(pl_module))
+        reports = [r for r in reports if r.role in (rule.roles or ())]
         median = well_conditioned(reports)
         if median is None or self.allow_conditioned:
             return
@@ -124,7 +134,7 @@ class SpectralConditioning(ConditioningCallback):
 
     def _warn_if_saturated(self, pl_module: LightningModule) -> None:
         parts = []
-        for site in find_attention(pl_module, self.rule.include, self.rule.exclude):
+        for site in self._selected(pl_module):
             views = [site.matrix_view(role) for role in ("query", "key")]
             if site.kind != "self" or not site.num_heads or None in views:
                 continue

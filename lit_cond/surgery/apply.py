@@ -87,7 +87,7 @@ def _condition_tokens(model: nn.Module, rule: TokenRule) -> None:
 def _condition_weights(model: nn.Module, rule: WeightRule) -> None:
     targets = [
         _Target(site, role, view)
-        for site in find_attention(model, rule.include, rule.exclude)
+        for site in find_attention(model, rule.include, rule.exclude, layers=rule.layers, kinds=rule.kinds)
         for role, view in site
         if role in (rule.roles or ())
     ]

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from lit_cond.errors import ConfigurationError
 from lit_cond.surgery.selection import Pattern
-from lit_cond.surgery.sites import ROLES, Role
+from lit_cond.surgery.sites import ROLES, Kind, Role
 
 __all__ = ["Backend", "Rule", "Scale", "TokenCorrection", "TokenRule", "WeightCorrection", "WeightRule"]
 
@@ -60,6 +60,8 @@ class WeightRule:
         roles: Which of the query, key and value matrices to correct; None for all.
         include: Which attention layers, in the grammar of `find_attention`.
         exclude: Which attention layers to leave out.
+        layers: Which attention layers by position, from 0; negative ones count from the end; None for all.
+        kinds: Which kinds of attention, as in `AttentionSite.kind`; None for all.
 
     Raises:
         ConfigurationError: If a value can not be used.
@@ -72,6 +74,8 @@ class WeightRule:
     roles: Sequence[Role] | None = None
     include: Pattern = None
     exclude: Pattern = None
+    layers: Sequence[int] | None = None
+    kinds: Sequence[Kind] | None = None
 
     def __post_init__(self) -> None:
         _one_of("correction", self.correction, get_args(WeightCorrection))
@@ -83,6 +87,15 @@ class WeightRule:
             _one_of("roles", role, ROLES)
         if not roles:
             raise ConfigurationError("`roles` is empty; name query, key or value, or leave it out for all three")
+        if self.layers is not None:
+            for layer in self.layers:
+                if not isinstance(layer, int) or isinstance(layer, bool):
+                    raise ConfigurationError(f"`layers` must hold whole numbers, got {layer!r}")
+            object.__setattr__(self, "layers", tuple(self.layers))
+        if self.kinds is not None:
+            for kind in self.kinds:
+                _one_of("kinds", kind, get_args(Kind))
+            object.__setattr__(self, "kinds", tuple(self.kinds))
         object.__setattr__(self, "roles", tuple(r for r in ROLES if r in roles))
         object.__setattr__(self, "include", _frozen(self.include))
         object.__setattr__(self, "exclude", _frozen(self.exclude))

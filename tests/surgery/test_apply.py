@@ -26,6 +26,29 @@ def make(attention="fused", **kwargs):
 X = torch.randn(3, 6, 12, generator=torch.Generator().manual_seed(2))
 
 
+def test_layers_are_chosen_by_position_and_kind():
+    model = TinyTransformer(depth=3)
+
+    def found(**kwargs):
+        return [site.name for site in find_attention(model, **kwargs)]
+
+    assert found(layers=[0, -1]) == ["blocks.0.attn", "blocks.2.attn"]
+    assert found(layers=[1], exclude="blocks.2.*") == ["blocks.1.attn"]
+    assert found(kinds=["self"]) == [f"blocks.{i}.attn" for i in range(3)]
+    with pytest.raises(ConfigurationError, match=r"`layers` holds 3, and the model has 3 attention layers"):
+        found(layers=[3])
+    with pytest.raises(NoMatchingTargetError, match=r"kinds=\['channel'\] leave none of the 3.*blocks.0.attn \(self\)"):
+        found(kinds=["channel"])
+    condition_(model, WeightRule(layers=[1], roles=["key"]))
+    assert [name for name, _ in conditioned_weights(model)] == ["blocks.1.attn.qkv.weight"]
+
+
+@pytest.mark.parametrize("kwargs", [{"layers": [0.5]}, {"layers": [True]}, {"kinds": ["window"]}])
+def test_layers_and_kinds_are_checked(kwargs):
+    with pytest.raises(ConfigurationError, match=next(iter(kwargs))):
+        WeightRule(**kwargs)
+
+
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a11_fold_keeps_the_function_and_uncondition_keeps_the_weights(attention, frozen):
