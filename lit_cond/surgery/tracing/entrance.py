@@ -1,18 +1,24 @@
-"""Where embedded tokens enter the first block: the residual stream that the first attention adds to."""
+"""Where embedded tokens enter the first block of each tower of a model, as a recorded forward pass shows it.
+
+Rule E1: the residual stream to which the first attention is added. Rule E2, where no plain sum with a stream is found
+(shortcuts that project, hyper-connections): the innermost element of a list of modules around the first attention.
+"""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import nn
 
+from lit_cond.surgery.sites import clean_name
 from lit_cond.surgery.tracing.graph import Call, Node
 from lit_cond.surgery.tracing.operations import JOINS
 from lit_cond.surgery.tracing.recorder import Recorder
 
-__all__ = ["Entrance", "find_entrances"]
+__all__ = ["Entrance", "choose_towers", "find_entrances"]
 
 _ADDITIONS = frozenset(("add", "__add__", "__radd__", "__iadd__", "add_"))
 _BLOCKING = frozenset(("softmax", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward"))
@@ -30,10 +36,14 @@ class Entrance:
         argument: Position or name of the argument.
         shape: Shape of the tokens in the traced pass.
         attention: Dotted name of the module in which the attention ran.
-        continues: Whether these tokens are those of an earlier entrance, added to.
-        learned: Whether they are parameters, whatever the input is (class tokens, queries).
+        continues: Whether these tokens are those of an earlier entrance, added to, and nothing else.
+        learned: Whether they are the same whatever the input is (class tokens, queries).
         tokens_first: Whether they come as (tokens, batch, channels).
         prefix: Learned tokens (class, registers) that stand before those of the input.
+        derived: Whether they are made of the tokens of an earlier entrance, in any way.
+        rule: Which rule found it.
+        repeats_in: The block is called again on its own output; this many last parts of its name lead from the module
+            in which that happens. None where it is not called again.
     """
 
     module: str
@@ -44,9 +54,14 @@ class Entrance:
     learned: bool
     tokens_first: bool = False
     prefix: int = 0
+    derived: bool = False
+    rule: Literal["E1", "E2"] = "E1"
+    repeats_in: int | None = None
 
 
-def find_entrances(recorder: Recorder, cores: Sequence[Node], batch: int | None = None) -> list[Entrance]:
+def find_entrances(
+    recorder: Recorder, cores: Sequence[Node], batch: int | None = None, anchors: Mapping[Node, Call] | None = None
+) -> list[Entrance]:
     """Return the entrance that belongs to each attention that ran, in their order.
 
     From the attention go forward to the first sum whose other operand is, through operations that project nothing, an
@@ -57,33 +72,120 @@ def find_entrances(recorder: Recorder, cores: Sequence[Node], batch: int | None 
         recorder: What was recorded.
         cores: The attention operations.
         batch: Size of the batch, to tell its axis from that of the tokens.
+        anchors: The call that projects the operands of an attention; rule E2 serves those attentions only.
     """
-    found: list[Entrance] = []
-    earlier: set[Node] = set()
+    anchors = anchors or {}
+    places: list[tuple[Node, Call, Node, Literal["E1", "E2"]]] = []
     for core in cores:
         place = _entrance(core)
-        if place is None:
-            continue
-        call, node = place
-        call, argument = _block(recorder.model, call, node)
-        attention = core.call.name if core.call is not None else ""
-        continues = any(n in earlier for n in _stream(node))
+        if place is not None:
+            places.append((core, *place, "E1"))
+        elif core in anchors:
+            fallback = _element(recorder.model, anchors[core])
+            if fallback is not None:
+                places.append((core, *fallback, "E2"))
+    below = _below(recorder, {node for _, _, node, _ in places})
+    found: list[Entrance] = []
+    earlier: set[Node] = set()
+    for core, innermost, node, rule in places:
+        call, argument = _block(recorder.model, innermost, node)
+        stream = set(_stream(node))
+        turned = _tokens_first(core, node, batch)
+        found.append(
+            Entrance(
+                call.name,
+                argument,
+                node.shape,
+                core.call.name if core.call is not None else "",
+                continues=not stream.isdisjoint(earlier) and not any(_brings_input(n, below) for n in stream - earlier),
+                learned=not node.from_input,
+                tokens_first=turned,
+                prefix=_prefix(node, 0 if turned else 1),
+                derived=node in below,
+                rule=rule,
+                repeats_in=_repeats(recorder, call, argument),
+            )
+        )
         earlier.add(node)
-        turned = len(node.shape) == 3 and node.shape[0] != batch and node.shape[1] == batch
-        learned = bool(node.parameters)
-        prefix = _prefix(node, 0 if turned else 1)
-        found.append(Entrance(call.name, argument, node.shape, attention, continues, learned, turned, prefix))
     return found
 
 
+def choose_towers(entrances: Sequence[Entrance]) -> tuple[Entrance, ...]:
+    """Keep the first entrance of each tower.
+
+    Tokens that are made of nothing that has entered before open a tower, unless their block stands in a list whose
+    blocks were seen. So do those that are made of earlier ones (a language model that reads images, a decoder on top
+    of an encoder) in another branch of the model, by name, unless they are the earlier ones and nothing else. A tower
+    whose tokens do not depend on the input has no entrance.
+
+    Args:
+        entrances: Of all attention, in order, from one or several passes.
+    """
+    paths = [clean_name(entrance.module).split(".") for entrance in entrances]
+    shared = 0
+    while paths and all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    branches: set[str] = set()
+    lists: set[str] = set()
+    towers: dict[str, Entrance] = {}
+    for path, entrance in zip(paths, entrances, strict=True):
+        # Blocks in one list, or numbered stages, are one tower.
+        branch = path[shared].rstrip("0123456789").rstrip("_")
+        parent = ".".join(path[:-1])
+        new = branch not in branches and not entrance.continues
+        if parent not in lists and (new or not entrance.derived) and not entrance.learned:
+            towers.setdefault(entrance.module, entrance)
+        if new or not entrance.derived:
+            branches.add(branch)
+        lists.add(parent)
+    return tuple(towers.values())
+
+
+def _below(recorder: Recorder, seeds: set[Node]) -> set[Node]:
+    """Return the operations that use, directly or not, what some seed has made."""
+    below: set[Node] = set()
+    for node in recorder.nodes:
+        if any(parent in seeds or parent in below for parent in node.parents):
+            below.add(node)
+    return below
+
+
+def _brings_input(node: Node, below: set[Node]) -> bool:
+    """Whether an operation at which the stream ends takes something of the model's input that entered nowhere."""
+    ends = bool(node.weights) or node.is_product or node.name in _BLOCKING
+    return ends and node.from_input and node not in below
+
+
+def _tokens_first(core: Node, tokens: Node, batch: int | None) -> bool:
+    """Whether tokens come as (tokens, batch, channels)."""
+    if len(tokens.shape) != 3:
+        return False
+    first, second = tokens.shape[:2]
+    if core.call is not None and isinstance(core.call.module, nn.MultiheadAttention) and core.call.inputs:
+        # It says itself what its own input is; the block may turn that round.
+        shape = core.call.inputs[0][1].shape
+        if len(shape) == 3 and shape[:2] in ((first, second), (second, first)):
+            swapped = first != second and shape[:2] == (second, first)
+            return bool(core.call.module.batch_first) == swapped
+    return first != batch and second == batch
+
+
 def _prefix(tokens: Node, axis: int) -> int:
-    """Return how many learned tokens were put before the others."""
+    """Return how many learned tokens were put before the others.
+
+    What stands before the longest part that depends on the input counts: registers are put between the class token and
+    the patches by cutting them apart and joining three parts.
+    """
     count = 0
     for node in _stream(tokens):
-        if node.name in JOINS and len(node.shape) == len(tokens.shape) and node.axis == axis:
-            for parent in node.parents:
-                if not parent.parameters:
-                    break
+        if node.name not in JOINS or len(node.shape) != len(tokens.shape) or node.axis != axis:
+            continue
+        parts = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
+        longest = max((p for p in parts if p.from_input), key=lambda p: p.shape[axis], default=None)
+        for parent in parts:
+            if parent is longest:
+                break
+            if not parent.from_input and parent.differentiable:
                 count += parent.shape[axis]
     return count
 
@@ -120,6 +222,17 @@ def _input_of_module(core: Node, addition: Node, residual: Node) -> tuple[Call, 
     return None
 
 
+def _element(model: nn.Module, anchor: Call) -> tuple[Call, Node] | None:
+    """Return the innermost element of a list of modules around an attention, and its first embedded argument."""
+    for call in anchor.around():
+        if call.name and isinstance(model.get_submodule(call.name.rpartition(".")[0]), _LISTS):
+            if call is anchor:
+                return None  # attention itself: what it gets may be normalised, and is no residual stream
+            tokens = next((n for _, n in call.inputs if len(n.shape) >= 2 and n.differentiable), None)
+            return None if tokens is None else (call, tokens)
+    return None
+
+
 def _block(model: nn.Module, innermost: Call, node: Node) -> tuple[Call, int | str]:
     """Return the call to hook, and the argument that holds the tokens there."""
     for call in innermost.around():
@@ -130,6 +243,40 @@ def _block(model: nn.Module, innermost: Call, node: Node) -> tuple[Call, int | s
         if call.name and isinstance(model.get_submodule(parent), _LISTS):
             return call, place
     return innermost, next(place for place, source in innermost.inputs if source is node)
+
+
+def _repeats(recorder: Recorder, block: Call, argument: int | str) -> int | None:
+    """Return how many parts of a block's name lead from the call in which it is called on its own output."""
+    chain = [block]
+    for call in recorder.calls:
+        tokens = next((node for place, node in call.inputs if place == argument), None)
+        if call.module is block.module and call is not block and tokens is not None and _made_in(tokens, block):
+            chain.append(call)
+    if len(chain) == 1:
+        return None
+    for outer in block.around():
+        if outer is not block and all(any(c is outer for c in call.around()) for call in chain):
+            name, scope = (clean_name(n) for n in (block.name, outer.name))
+            if scope == "" or name.startswith(f"{scope}."):
+                return len(name.split(".")) - len(scope.split(".") if scope else [])
+    return None
+
+
+def _made_in(node: Node, call: Call) -> bool:
+    """Whether a tensor depends on something that was computed inside a call."""
+    seen = {node}
+    waiting = [node]
+    while waiting:
+        current = waiting.pop()
+        if any(outer is call for outer in _around(current.call)):
+            return True
+        if current.index < call.first:
+            continue
+        for parent in current.parents:
+            if parent not in seen:
+                seen.add(parent)
+                waiting.append(parent)
+    return False
 
 
 def _around(call: Call | None) -> Iterator[Call]:

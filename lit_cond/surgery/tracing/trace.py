@@ -11,7 +11,7 @@ from torch import nn
 from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import ROLES, Kind, MatrixLayout, Role
 from lit_cond.surgery.tracing.cores import Core, Source, resolve, views_of
-from lit_cond.surgery.tracing.entrance import Entrance, find_entrances
+from lit_cond.surgery.tracing.entrance import Entrance, choose_towers, find_entrances
 from lit_cond.surgery.tracing.graph import Call, Node, tensors_in
 from lit_cond.surgery.tracing.quiet import as_it_was
 from lit_cond.surgery.tracing.recorder import Attention, Recorder
@@ -110,12 +110,14 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
                 sample.run(model)
             called.update((call.name, None) for call in recorder.calls)
             before: list[tuple[int, Call]] = []
+            anchors: dict[Node, Call] = {}
             for core in cores:
                 anchor = _anchor(core)
                 if anchor is not None and _drop_residual_stream(core, anchor, before):
                     anchor = _anchor(core)
                 if anchor is not None:
                     before.append((core.node.index, anchor))
+                    anchors[core.node] = anchor
                 else:
                     name = core.node.call.name if core.node.call is not None else ""
                     unresolved[name] = next(iter(core.problems.values()), "no weight makes its operands")
@@ -125,26 +127,10 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
                 for role, sources in core.sources.items():
                     layer.sources[role] += _inside(sources, anchor)
             batch = _batch(sample)
-            entrances += find_entrances(recorder, [core.node for core in cores], batch)
+            entrances += find_entrances(recorder, [core.node for core in cores], batch, anchors)
         owners = _owners(model)
         sites = [_site(layer, owners) for layer in _complete(layers.values())]
-    return Trace(tuple(sites), frozenset(called), _towers(entrances), tuple(unresolved.items()))
-
-
-def _towers(entrances: Sequence[Entrance]) -> tuple[Entrance, ...]:
-    """Keep the first entrance below each branch of the model that does not go on with the tokens of another."""
-    paths = [entrance.module.split(".") for entrance in entrances]
-    shared = 0
-    while paths and all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
-        shared += 1
-    towers: dict[str, Entrance | None] = {}
-    for path, entrance in zip(paths, entrances, strict=True):
-        # Blocks in one list, or stages, are one tower.
-        branch = "" if path[shared].isdigit() else path[shared]
-        if branch in towers or (entrance.continues and any(towers.values())):
-            continue
-        towers[branch] = None if entrance.learned else entrance
-    return tuple(entrance for entrance in towers.values() if entrance is not None)
+    return Trace(tuple(sites), frozenset(called), choose_towers(entrances), tuple(unresolved.items()))
 
 
 def _batch(sample: Sample) -> int | None:
