@@ -12,10 +12,11 @@ from typing_extensions import override
 
 from lit_cond.callbacks.charts import HeatMap, log_figure, log_histogram
 from lit_cond.errors import ConfigurationError, LitCondWarning, NoMatchingTargetError
-from lit_cond.surgery.find import TokenSite, find_attention, find_token_sites
+from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.report import measure_weights, spectra
 from lit_cond.surgery.rules import TokenRule
 from lit_cond.surgery.sites import AttentionSite, clean_name
+from lit_cond.surgery.token_sites import TokenSite, find_token_sites
 from lit_cond.surgery.tokens import TokenForward, token_forwards
 
 __all__ = ["ConditionNumberMonitor"]

@@ -12,10 +12,11 @@ from lit_cond.surgery.apply import (
     uncondition_,
 )
 from lit_cond.surgery.families import register_family, register_fused
-from lit_cond.surgery.find import TokenSite, find_attention, find_token_sites
+from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.report import WeightReport, format_table, measure_weights
 from lit_cond.surgery.rules import Rule, TokenRule, WeightRule
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, RowSet, WeightView
+from lit_cond.surgery.token_sites import TokenSite, find_token_sites
 
 __all__ = [
     "AttentionSite",

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError
 from lit_cond.functional.corrections import identity_correction, spectral_correction
-from lit_cond.surgery.find import find_attention, find_token_sites
+from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.rules import Rule, TokenRule, WeightRule
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, Role, WeightView
+from lit_cond.surgery.token_sites import find_token_sites
 from lit_cond.surgery.tokens import TokenForward, attach_tokens, detach_tokens, token_forwards
 from lit_cond.surgery.weights import (
     ConditionedWeight,

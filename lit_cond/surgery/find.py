@@ -1,10 +1,8 @@
-"""Finding attention layers, and the place where embedded tokens enter the first of them."""
+"""Finding attention layers and choosing among them."""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -14,30 +12,7 @@ from lit_cond.surgery.selection import Pattern, matches, nothing_matched, unmatc
 from lit_cond.surgery.sites import AttentionSite, Kind, clean_name
 from lit_cond.surgery.survey import Survey, survey_attention
 
-__all__ = ["TokenSite", "find_attention", "find_token_sites", "select"]
-
-
-@dataclass(frozen=True, eq=False)
-class TokenSite:
-    """The module whose tensor input is the embedded tokens.
-
-    Args:
-        name: Dotted name of the module, without wrapper parts.
-        module: The module.
-        attention: The first attention layer inside it.
-        argument: Position or name of the argument that holds the tokens; None for the first that fits.
-        channel_axis: Axis of the channels; None where only its size is known.
-        batch_first: Whether tokens come as (batch, tokens, ...) and not as (tokens, batch, ...).
-        prefix: Learned tokens (class, registers) before those of the input; None where no pass has shown it.
-    """
-
-    name: str
-    module: nn.Module
-    attention: AttentionSite
-    argument: int | str | None = None
-    channel_axis: int | None = None
-    batch_first: bool = True
-    prefix: int | None = None
+__all__ = ["find_attention", "select"]
 
 
 def _aliases(name: str, site: AttentionSite | None = None) -> list[str]:
@@ -117,67 +92,3 @@ def _position(layer: int, count: int) -> int:
     if not -count <= layer < count:
         raise ConfigurationError(f"`layers` holds {layer}, and the model has {count} attention layers; count from 0")
     return layer % count
-
-
-def find_token_sites(model: nn.Module, include: Pattern = None, *, sample: Any = None) -> list[TokenSite]:
-    """Return where embedded tokens enter, one place for each tower of the model.
-
-    Without `include`: where a traced pass shows the residual stream of the first attention (rule E1); else the
-    innermost element of a list of modules (`nn.ModuleList`, `nn.Sequential`, `nn.ModuleDict`) on the path to the first
-    attention layer, that is, the first transformer block (rule E2).
-
-    Args:
-        model: Any module.
-        include: Names of the blocks whose first tensor input shall be corrected, in the grammar of `find_attention`.
-        sample: Arguments for a forward pass; None takes what the model says of its inputs.
-
-    Raises:
-        NoMatchingTargetError: If no such module exists.
-    """
-    survey = survey_attention(model, sample)
-    modules = {clean_name(name): module for name, module in model.named_modules()}
-    if include is None:
-        sites = select(survey, model)
-        chosen = list(survey.entrances) or [_first_block(sites[0], modules)]
-    else:
-        # Layers that are not understood matter only where tokens enter.
-        sites = survey.sites
-        chosen = [name for name in modules if name and matches(include, [name])]
-        if not chosen:
-            raise nothing_matched("modules", include, None, [name for name in modules if name])
-    return [_token_site(name, modules[name], sites, survey) for name in chosen]
-
-
-def _token_site(name: str, module: nn.Module, sites: Sequence[AttentionSite], survey: Survey) -> TokenSite:
-    below = [s for s in sites if name == "" or s.name == name or s.name.startswith(f"{name}.")]
-    if not below:
-        raise NoMatchingTargetError(f"the module '{name}' holds no attention layer; name a block that does")
-    first, entrance = below[0], survey.entrances.get(name)
-    if entrance is None:
-        return TokenSite(name, module, first, batch_first=first.batch_first)
-    axes = [axis for axis, size in enumerate(entrance.shape) if size == first.width]
-    return TokenSite(
-        name,
-        module,
-        first,
-        entrance.argument,
-        axes[0] if len(axes) == 1 else None,
-        first.batch_first and not entrance.tokens_first,
-        entrance.prefix,
-    )
-
-
-def _first_block(first: AttentionSite, modules: dict[str, nn.Module]) -> str:
-    path = first.name.partition(":")[0].split(".")
-    prefixes = [".".join(path[:i]) for i in range(len(path) + 1)]
-    inside = [
-        prefix
-        for outer, prefix in itertools.pairwise(prefixes)
-        if isinstance(modules[outer], (nn.ModuleList, nn.Sequential, nn.ModuleDict))
-    ]
-    if not inside or modules[inside[-1]] is first.module:
-        raise NoMatchingTargetError(
-            f"no list of blocks holds the first attention layer '{first.name}', so the place where tokens enter "
-            "is not known; name the block with `include`"
-        )
-    return inside[-1]

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional.tokens import is_prefix_safe, token_correction
-from lit_cond.surgery.find import TokenSite
 from lit_cond.surgery.masks import cached_length, leaks_from_future, valid_tokens
 from lit_cond.surgery.rules import TokenRule
 from lit_cond.surgery.scope import InstanceForward, install, remove, wrappers
+from lit_cond.surgery.token_sites import TokenSite
 
 __all__ = ["STATE_KEY", "TokenForward", "attach_tokens", "detach_tokens", "token_forwards"]
 
