@@ -57,7 +57,8 @@ def _fit_rotary_sections(config: Any) -> None:
         width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         half = int(width * rope.get("partial_rotary_factor", 1.0)) // 2
         if sum(rope.get("mrope_section", [0])) != half:
-            rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+            spatial = (half + 2) // 3
+            rope["mrope_section"] = [spatial, spatial, half - 2 * spatial]
 
 
 def build(name: str) -> nn.Module:

@@ -32,7 +32,7 @@ WIDTHS = re.compile(
     r"^(d_model|n_embd|embed_dim|dim|emb_dim|embedding_dim|projection_dim|out_hidden_size|word_embed_proj_dim"
     r"|cross_hidden_size|(\w+_)?hidden_size|(\w+_)?hidden_dim|encoder_hidden_dim|d_latents|mask_feature_size|fpn_hidden_size"
     r"|output_hidden_size|lru_width|condition_dim|adapter_out_dim|adapter_in_dim|output_proj_dims|hidden_size_per_layer_input"
-    r"|\w+_embed_dim|pooler_hidden_size|projection_size|vision_output_dim|text_encoder_width|output_size)$"
+    r"|\w+_embed_dim|pooler_hidden_size|projection_size|vision_output_dim|text_encoder_width|output_size|output_channels|vit_dim)$"
 )
 FEED_FORWARD = re.compile(
     r"^((\w+_)?intermediate_size(_mlp)?|(\w+_)?ffn_dim|d_ff|dff|n_inner|ffn_hidden_size|(\w+_)?feed_?forward_(size|dim)"
@@ -116,7 +116,6 @@ LIMITS: dict[str, int] = {
     "upsample_groups": WIDTH,
     "index_kpool": 2,
     "embedding_rank": 32,
-    "window_size": 4,
     "sliding_window": 8,
     "attention_chunk_size": 8,
     "num_kv_shared_layers": 1,
@@ -124,8 +123,11 @@ LIMITS: dict[str, int] = {
     "num_position_embeddings": 64,
     "vocab_size_per_layer_input": VOCAB,
     "embedding_size": 32,
-    "relative_attention_num_buckets": 16,
+    "mm_tokens_per_image": 4,
+    "rotary_dim": 8,
+    "image_embedding_size": 4,
 }
+PATCH_IMAGE = (56, 64)
 EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num)$")
 
 
@@ -176,6 +178,10 @@ def _shrink(config: dict[str, Any], ids: _TokenIds) -> dict[str, Any]:
             index: {name: _scaled(name, value, config, result) for name, value in layer.items()}
             for index, layer in layers.items()
         }
+    if "embed_dim_per_stage" in result:
+        result["hidden_size"] = result["embed_dim_per_stage"][0]
+    if result.get("sliding_window", 0) is None and "sliding_attention" in (result.get("layer_types") or ()):
+        result["sliding_window"] = 8
     if result.get("head_dim", 0) is None and isinstance(result.get("num_attention_heads"), int):
         result["head_dim"] = HEAD_DIM
     merge(result, OVERRIDES.get(model_type, {}) if isinstance(model_type, str) else {})
@@ -199,6 +205,10 @@ def _entry(key: str, value: Any, config: dict[str, Any], ids: _TokenIds) -> Any:
         return _list_entry(key, value)
     if key in LIMITS:
         return min(value, LIMITS[key])
+    if key == "window_size":
+        if "spatial_merge_size" in config:
+            return 2 * int(config["spatial_merge_size"]) * int(config["patch_size"])
+        return min(value, 4) if "patch_size" in config else value
     if key == "codebook_dim":
         return min(value, WIDTH) if value == config.get("hidden_size") else value
     for pattern, rule in RULES:
@@ -213,8 +223,21 @@ def _token(value: Any, ids: _TokenIds) -> Any:
 
 def _list_entry(key: str, values: list[Any]) -> list[Any]:
     """A list with one entry for each stage: same length, same proportions."""
+    if key == "backbone_feature_sizes":
+        return [[4 * size[0] // values[-1][0], 4 * size[1] // values[-1][1]] for size in values]
+    if key == "image_grid_pinpoints":
+        unit = math.gcd(*values[0])
+        small = PATCH_IMAGE[0] if unit % PATCH_IMAGE[0] == 0 else 64
+        return [[small * side // unit for side in size] for size in values]
     if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return values
+    if key == "vision_feature_layer":
+        return [-1 - index % 2 for index in range(len(values))]
+    if key.endswith("heads_per_layer"):
+        largest = max(values)
+        return [max(1, value * HEADS // largest) for value in values]
+    if key == "image_size":
+        return [min(value, 64) for value in values]
     if key == "decoder_in_channels":
         return [min(value, WIDTH) for value in values]
     if key in ("depths", "num_blocks", "blocks_per_stage", "layers", "depth", "num_layers"):

@@ -11,11 +11,13 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lit_cond.errors import ConfigurationError
+from lit_cond.surgery.samples import transformers_signals  # noqa: F401  (registers rules)
 from lit_cond.surgery.samples.base import Sample
-from lit_cond.surgery.samples.transformers_facts import Facts
+from lit_cond.surgery.samples.transformers_facts import Call, Facts
 from lit_cond.surgery.samples.transformers_inputs import RULES
 
 __all__ = ["transformers_samples"]
@@ -36,7 +38,8 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         model: A `PreTrainedModel`; it has `config` and a `forward` with named arguments.
 
     Returns:
-        One sample for the main call and one for each tower that the main call does not run.
+        One sample for the main call and one for each tower that the main call does not run. Where the main call can not
+        be made (a model of models that only generates, or one that wants a session object), its parts are called.
 
     Raises:
         ConfigurationError: The model has no configuration, or a required argument is of a kind that no rule makes.
@@ -47,22 +50,78 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         )
     facts = Facts(model)
     parameters = _parameters(model.forward)
-    samples = []
     separate = _separate_towers(model, parameters)
-    left_out = {name for method in separate for name in TOWERS[method]}
-    if main := _arguments(facts, parameters, left_out, f"{type(model).__name__}.forward"):
-        samples.append(Sample(kwargs=main))
-    for method in separate:
-        if method == "get_video_features" and "get_image_features" in separate:
-            continue  # the same tower
-        kwargs = _arguments(facts, _parameters(getattr(model, method)), set(), f"{type(model).__name__}.{method}")
-        samples.append(Sample(kwargs=kwargs, method=method))
-    if not samples:
+    try:
+        samples = [_main_sample(facts, parameters, {name for method in separate for name in TOWERS[method]})]
+    except ConfigurationError:
+        samples = [sample for name, child in model.named_children() for sample in _part_samples(name, child)]
+        separate = separate or [method for method in TOWERS if hasattr(model, method)][:1]
+        if not samples and not separate:
+            raise
+    return samples + [_tower_sample(facts, method) for method in separate if method != "get_video_features"]
+
+
+def _main_sample(facts: Facts, parameters: dict[str, inspect.Parameter], left_out: set[str]) -> Sample:
+    """The call of the model itself."""
+    name = type(facts.model).__name__
+    kwargs = _arguments(
+        Call(facts, parameters, left_out, _placeholders(facts, parameters, left_out)), f"{name}.forward"
+    )
+    if not any(isinstance(value, Tensor) for value in kwargs.values()):
         raise ConfigurationError(
-            f"{type(model).__name__}.forward takes {', '.join(parameters)}, none of which can be made from its "
+            f"{name}.forward takes {', '.join(parameters) or 'nothing by name'}: nothing that can be made from its "
             "configuration; pass a sample of its inputs"
         )
-    return samples
+    return Sample(kwargs=kwargs)
+
+
+def _tower_sample(facts: Facts, method: str) -> Sample:
+    """The call of the method that runs one tower."""
+    call = Call(facts, _parameters(getattr(facts.model, method)), frozenset())
+    return Sample(kwargs=_arguments(call, f"{type(facts.model).__name__}.{method}"), method=method)
+
+
+def _part_samples(name: str, child: nn.Module) -> list[Sample]:
+    """The call of a part of a model, which is a model itself, all its arguments at once."""
+    if getattr(child, "config", None) is None:
+        return []
+    try:
+        sample = _main_sample(Facts(child), _parameters(child.forward), set())
+    except ConfigurationError:
+        return []
+    return [Sample(kwargs=sample.kwargs, method=name)]
+
+
+def _placeholders(facts: Facts, parameters: dict[str, inspect.Parameter], left_out: set[str]) -> tuple[int, int]:
+    """How many tokens of each text must stand for its image, and their id; none where image and text are apart.
+
+    The tower itself says it, in one pass without gradients.
+    """
+    call = Call(facts, parameters, left_out)
+    token = facts.get("text", "image_token_id", "image_token_index")
+    if token is None or not call.takes("pixel_values") or not call.takes("input_ids"):
+        return 0, 0
+    queries = facts.get("vision", "num_query_tokens")
+    if queries is not None:
+        return int(queries) * (
+            facts.size("vision", "num_frames", default=4) if facts.kind("instructblipvideo") else 1
+        ), token
+    for module in facts.model.modules():
+        function = getattr(module, "get_image_features", None)
+        if function is None or hasattr(module, "get_text_features"):
+            continue
+        with torch.no_grad():
+            arguments = _arguments(Call(Facts(module), _parameters(function), frozenset()), type(module).__name__)
+            features = function(**arguments)
+        return _rows(getattr(features, "pooler_output", features)) // facts.batch, token
+    return 0, 0
+
+
+def _rows(features: Any) -> int:
+    """Number of feature vectors in a tensor or a list of tensors."""
+    if isinstance(features, Tensor):
+        return features.numel() // features.shape[-1]
+    return sum(_rows(item) for item in features if item is not None)
 
 
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
@@ -75,6 +134,8 @@ def _separate_towers(model: nn.Module, parameters: dict[str, inspect.Parameter])
     """The methods that run a tower whose arguments the main call can do without."""
     if hasattr(model, "get_text_features") or not any(name in parameters for name in TEXT):
         return []
+    if "image_embeds_position_mask" in parameters or "encoder_inputs_embeds" in parameters:
+        return []
     return [
         method
         for method, names in TOWERS.items()
@@ -84,20 +145,17 @@ def _separate_towers(model: nn.Module, parameters: dict[str, inspect.Parameter])
     ]
 
 
-def _arguments(
-    facts: Facts, parameters: dict[str, inspect.Parameter], left_out: set[str], where: str
-) -> dict[str, Any]:
+def _arguments(call: Call, where: str) -> dict[str, Any]:
     """A value for every required argument and for those optional ones that carry a modality."""
-    call = facts.call(parameters, left_out)
     result: dict[str, Any] = {}
-    for name, parameter in parameters.items():
+    for name, parameter in call.parameters.items():
         required = parameter.default is inspect.Parameter.empty
         rule = RULES.get(name)
         if rule is None:
             if required:
                 raise ConfigurationError(f"no rule makes the argument {name!r} of {where}; pass a sample of its inputs")
             continue
-        if name in left_out or not (required or rule.wanted(call)):
+        if name in call.left_out or not (required or rule.wanted(call)):
             continue
         value = rule.make(call)
         if value is not None:

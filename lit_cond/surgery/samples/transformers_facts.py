@@ -18,6 +18,7 @@ MODALITIES: dict[str, re.Pattern[str]] = {
     "audio": re.compile(r"audio|speech|acoustic|semantic|codec|encoder"),
     "text": re.compile(r"text|llm|language|decoder|question_encoder"),
 }
+CROSS_KEY = re.compile(r"(encoder_attn|crossattention|cross_attn|EncDecAttention)\.(\w+\.)*(k_proj|key|k|c_attn)$")
 TOKEN_ID = re.compile(r"(_token_ids?|_token_index|_token_idx|_patch_id|_start_id|_end_id)$")
 
 
@@ -39,9 +40,9 @@ class Facts:
         self.generator = torch.Generator().manual_seed(0)
         self.configs = list(_configurations(self.config, ""))
 
-    def call(self, parameters: Mapping[str, inspect.Parameter], left_out: Set[str]) -> Call:
-        """The view of one method."""
-        return Call(self, parameters, left_out)
+    def kind(self, *names: str) -> bool:
+        """Whether the model is of one of the types, for the few rules that no argument name tells."""
+        return getattr(self.config, "model_type", None) in names
 
     def get(self, modality: str, *names: str, default: Any = None) -> Any:
         """The first entry with one of the names that is not None: in the configurations of a modality, then in all."""
@@ -111,6 +112,23 @@ class Facts:
         """All ones, as integers."""
         return torch.ones(shape, dtype=torch.long, device=self.device)
 
+    def timm_size(self) -> tuple[int, int] | None:
+        """Height and width for a timm model within; None without one."""
+        for module in self.model.modules():
+            settings = getattr(module, "pretrained_cfg", None)
+            if isinstance(settings, Mapping) and "input_size" in settings:
+                embedding = getattr(module, "patch_embed", None)
+                size = getattr(embedding, "img_size", None) or settings["input_size"][-2:]
+                return int(size[0]), int(size[1])
+        return None
+
+    def cross_width(self) -> int | None:
+        """Width of what the cross-attention of a decoder reads; None without any."""
+        for name, module in self.model.named_modules():
+            if isinstance(module, nn.Linear) and CROSS_KEY.search(name):
+                return module.in_features
+        return None
+
     def first_layer(self, *kinds: type[nn.Module], within: str = "") -> nn.Module | None:
         """The first module of some kinds whose path matches a pattern."""
         for name, module in self.model.named_modules():
@@ -127,15 +145,28 @@ class Call:
         facts: What the model says of itself.
         parameters: Parameters of the method by name.
         left_out: Those that are not passed.
+        placeholders: How many tokens of each text stand for an image, and their id.
     """
 
     facts: Facts
     parameters: Mapping[str, inspect.Parameter]
     left_out: Set[str]
+    placeholders: tuple[int, int] = (0, 0)
 
     def takes(self, *names: str) -> bool:
         """Whether one of the arguments is passed or could be."""
         return any(name in self.parameters and name not in self.left_out for name in names)
+
+    def streams(self, name: str) -> int | None:
+        """How many tokens stand at each place, for models of several streams of codes."""
+        facts = self.facts
+        if facts.kind("csm", "moshi_depth", "higgs_audio_v2_tokens"):
+            return facts.size("text", "num_codebooks", default=4)
+        if facts.kind("kyutai_speech_to_text"):
+            return facts.size("text", "num_codebooks", default=4) + 1
+        if facts.kind("dia") and name == "decoder_input_ids":
+            return facts.size("text", "num_channels", default=9)
+        return None
 
 
 def _configurations(config: Any, path: str, seen: set[int] | None = None) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""One rule for each argument name of the forward methods in transformers: how to make a small value for it."""
+"""Rules for the arguments of transformers models that carry text and images: how to make a small value by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lit_cond.surgery.samples.transformers_facts import Call
 
-__all__ = ["RULES", "Rule"]
+__all__ = ["RULES", "Rule", "argument"]
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,10 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
+Maker = Callable[[Call], Any]
 
 
-def argument(*names: str, optional: bool | Callable[[Call], bool] = True) -> Callable[[Callable[[Call], Any]], Any]:
+def argument(*names: str, optional: bool | Callable[[Call], bool] = True) -> Callable[[Maker], Maker]:
     """Register a rule.
 
     Args:
@@ -38,7 +39,7 @@ def argument(*names: str, optional: bool | Callable[[Call], bool] = True) -> Cal
         optional: Whether it is passed where the method can do without it.
     """
 
-    def register(make: Callable[[Call], Any]) -> Callable[[Call], Any]:
+    def register(make: Maker) -> Maker:
         wanted = optional if callable(optional) else lambda call: bool(optional)
         for name in names:
             RULES[name] = Rule(make, wanted)
@@ -50,27 +51,42 @@ def argument(*names: str, optional: bool | Callable[[Call], bool] = True) -> Cal
 # ---- text
 
 
-@argument("input_ids", "classes_input_ids", "text_inputs")
+@argument("input_ids", "classes_input_ids", "tasks_input_ids", "task_inputs", "qformer_input_ids")
 def input_ids(call: Call) -> Tensor:
+    """Random ids: (batch, length), or (batch, length, codebooks) for models of several streams."""
     facts = call.facts
-    return facts.token_ids(facts.batch, facts.length)
+    streams = call.streams("input_ids")
+    if streams is not None:
+        return facts.token_ids(facts.batch, facts.length, streams)
+    text = facts.token_ids(facts.batch, facts.length)
+    count, token = call.placeholders
+    if not count:
+        return text
+    return torch.cat((text[:, :2], text.new_full((facts.batch, count), token), text[:, 2:]), 1)
 
 
 @argument("decoder_input_ids")
 def decoder_input_ids(call: Call) -> Tensor:
     facts = call.facts
-    return facts.token_ids(facts.batch, 8)
+    streams = call.streams("decoder_input_ids")
+    return facts.token_ids(facts.batch, 8) if streams is None else facts.token_ids(facts.batch, 8, streams)
 
 
-@argument("attention_mask", "qformer_attention_mask", "classes_attention_mask", optional=False)
+@argument("attention_mask", "qformer_attention_mask", "classes_attention_mask", "tasks_attention_mask", optional=False)
 def attention_mask(call: Call) -> Tensor:
     return call.facts.mask(call.facts.batch, call.facts.length)
 
 
-@argument("qformer_input_ids")
-def qformer_input_ids(call: Call) -> Tensor:
-    facts = call.facts
-    return facts.token_ids(facts.batch, facts.length)
+@argument("classes_structure", optional=False)
+def classes_structure(call: Call) -> Tensor:
+    """How many classes each image looks for: (batch,), one each."""
+    return call.facts.mask(call.facts.batch)
+
+
+@argument("use_cache")
+def use_cache(call: Call) -> bool:
+    """A cache costs memory, and some hybrid models can not make one in a single pass."""
+    return False
 
 
 @argument("bbox")
@@ -81,41 +97,116 @@ def bbox(call: Call) -> Tensor:
     return torch.cat((corner, corner + facts.integers(facts.batch, facts.length, 2, high=8)), -1)
 
 
+@argument("inputs_embeds", "noise_embeds", optional=False)
+def inputs_embeds(call: Call) -> Tensor:
+    facts = call.facts
+    return facts.normal(
+        facts.batch, facts.length, facts.size("text", "backbone_hidden_size", "hidden_size", default=64)
+    )
+
+
+@argument("encoder_hidden_states", optional=lambda call: call.facts.cross_width() is not None)
+def encoder_hidden_states(call: Call) -> Tensor | None:
+    """States that a decoder attends to, as wide as its cross-attention reads."""
+    facts = call.facts
+    width = facts.cross_width()
+    return None if width is None else facts.normal(facts.batch, 7, width)
+
+
+@argument("entity_ids")
+def entity_ids(call: Call) -> Tensor:
+    facts = call.facts
+    return facts.integers(facts.batch, 3, high=facts.size("text", "entity_vocab_size", default=2))
+
+
+@argument("entity_position_ids")
+def entity_position_ids(call: Call) -> Tensor:
+    """Tokens of each entity, padded with -1: (batch, entities, mention length)."""
+    facts = call.facts
+    positions = facts.integers(facts.batch, 3, 4, high=facts.length)
+    positions[:, :, 2:] = -1
+    return positions
+
+
 # ---- images
 
 
 def image_shape(call: Call) -> tuple[int, int, int]:
-    """Channels, height, width that the configuration asks for."""
+    """Channels, height, width that the configuration, or the timm model within, asks for."""
     facts = call.facts
-    size = facts.get("vision", "image_size", "img_size", "pretrain_image_size", default=64)
+    channels = facts.size("vision", "num_channels", "in_channels", "in_chans", "input_channels", default=3)
+    size = facts.get("vision", "image_size", "img_size", "max_img_size", "pretrain_image_size", "train_size")
+    if size is None or facts.timm_size() is not None:
+        size = facts.timm_size() or size or 96
     if isinstance(size, dict):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return facts.size("vision", "num_channels", "in_channels", "in_chans", default=3), int(height), int(width)
+    return channels, int(height), int(width)
 
 
 def patch_grid(call: Call) -> tuple[int, int]:
     """Height and width, in patches, of the images that are passed as patches: two merged patches each way."""
-    merge = call.facts.get(
-        "vision", "spatial_merge_size", "merge_kernel_size", "merge_size", "downsample_factor", default=2
+    merge = call.facts.size(
+        "vision",
+        "pooling_kernel_size",
+        "spatial_merge_size",
+        "merge_kernel_size",
+        "merge_size",
+        "downsample_factor",
+        default=2,
     )
-    merge = merge[0] if isinstance(merge, list | tuple) else merge
-    return 2 * int(merge), 2 * int(merge)
+    return 2 * merge, 2 * merge
 
 
-@argument("pixel_values", "pixel_values_images", "image_pixel_values")
+def patches(call: Call) -> Tensor:
+    """Patches of all images, one row each: (patches, channels * frames * patch * patch), or not flattened."""
+    facts = call.facts
+    rows, columns = patch_grid(call)
+    patch = facts.size("vision", "patch_size", default=14)
+    channels = facts.size("vision", "num_channels", "in_channels", "in_chans", default=3)
+    frames = facts.size("vision", "temporal_patch_size", "patch_temporal", default=1)
+    first = facts.first_layer(nn.Conv2d, nn.Conv3d, nn.Linear, within=r"vis|patch_embed|patch_proj")
+    if isinstance(first, nn.Conv2d) and first.kernel_size == (patch, patch):
+        return facts.normal(facts.batch * rows * columns, channels, patch, patch)
+    return facts.normal(facts.batch * rows * columns, channels * frames * patch * patch)
+
+
+@argument("pixel_values", "pixel_values_images", "prompt_pixel_values", "prompt_masks", "image_pixel_values")
 def pixel_values(call: Call) -> Tensor:
     facts = call.facts
-    if call.takes("image_grid_thw", "grid_thw"):
-        return flattened_images(call)
     channels, height, width = image_shape(call)
-    if call.takes("spatial_shapes"):
-        rows, columns = patch_grid(call)
-        patch = facts.size("vision", "patch_size", default=16)
-        return facts.normal(facts.batch, rows * columns, channels * patch * patch)
-    if facts.get("vision", "num_frames", "tubelet_size") is not None:
+    rows, columns = patch_grid(call)
+    patch = facts.size("vision", "patch_size", default=16)
+    if call.takes("image_grid_thw", "grid_thw", "image_grid_hw"):
+        return patches(call)
+    if call.takes("spatial_shapes", "pixel_position_ids", "image_position_ids"):
+        return facts.uniform(facts.batch, rows * columns, channels * patch * patch)
+    if call.takes("image_token_pooling"):
+        return facts.normal(facts.batch, height // patch * (width // patch), channels * patch * patch)
+    if call.takes("target_sizes"):  # all images in one strip of patches
+        return facts.normal(1, channels, patch, facts.batch * rows * columns * patch)
+    if call.takes("aspect_ratio_ids"):
+        return facts.normal(facts.batch, 1, facts.size("vision", "max_num_tiles", default=4), channels, height, width)
+    if (pinpoints := facts.get("vision", "image_grid_pinpoints")) is not None:
+        tiles = pinpoints[0][0] // height * (pinpoints[0][1] // width) + 1
+        return facts.normal(facts.batch, tiles, channels, height, width)
+    if call.takes("pixel_attention_mask", "perceiver_embeddings") or facts.kind("instructblipvideo", "colmodernvbert"):
+        return facts.normal(facts.batch, 1, channels, height, width)
+    if facts.kind("lightglue", "superglue", "efficientloftr"):
+        return facts.normal(facts.batch, 2, channels, height, width)
+    if facts.get("vision", "num_frames", "tubelet_size") is not None and not facts.kind("git"):
         return facts.normal(facts.batch, facts.size("vision", "num_frames", default=4), channels, height, width)
+    first = facts.first_layer(nn.Conv2d, nn.Conv3d, nn.Linear, within=r"vis|patch_embed")
+    if isinstance(first, nn.Linear) and first.in_features == channels * patch * patch:
+        return facts.normal(facts.batch, 4, first.in_features)
     return facts.normal(facts.batch, channels, height, width)
+
+
+@argument("high_res_pixel_values")
+def high_res_pixel_values(call: Call) -> Tensor:
+    facts = call.facts
+    size = facts.config.high_res_vision_config.image_size
+    return facts.normal(facts.batch, 3, size, size)
 
 
 @argument("pixel_values_videos", optional=lambda call: not call.takes("pixel_values"))
@@ -126,14 +217,13 @@ def pixel_values_videos(call: Call) -> Tensor:
     return facts.normal(facts.batch, frames, channels, height, width)
 
 
-def flattened_images(call: Call) -> Tensor:
-    """Patches of all images, one row each: (patches, channels * frames * patch * patch)."""
+@argument("flattened_patches")
+def flattened_patches(call: Call) -> Tensor:
+    """Patches that begin with their row and column, from 1: (batch, patches, 2 + channels * patch * patch)."""
     facts = call.facts
-    rows, columns = patch_grid(call)
-    patch = facts.size("vision", "patch_size", default=14)
-    frames = facts.size("vision", "temporal_patch_size", default=1)
-    channels = facts.size("vision", "num_channels", "in_channels", "in_chans", default=3)
-    return facts.normal(facts.batch * rows * columns, channels * frames * patch * patch)
+    patch = facts.size("vision", "patch_size", default=16)
+    place = torch.cartesian_prod(torch.arange(1, 4), torch.arange(1, 4)).to(facts.device, facts.dtype)
+    return torch.cat((place.expand(facts.batch, -1, -1), facts.normal(facts.batch, 9, 3 * patch * patch)), -1)
 
 
 @argument("image_grid_thw", "grid_thw")
@@ -144,17 +234,21 @@ def image_grid_thw(call: Call) -> Tensor | None:
     return call.facts.tensor([[1, rows, columns]] * call.facts.batch)
 
 
-@argument("hidden_states")
-def hidden_states(call: Call) -> Tensor:
-    if call.takes("grid_thw"):
-        return flattened_images(call)
-    facts = call.facts
-    return facts.normal(facts.batch, facts.size("text", "hidden_size", default=64), 16)
+@argument("merge_sizes", "image_merge_sizes")
+def merge_sizes(call: Call) -> Tensor:
+    return call.facts.tensor([patch_grid(call)[0] // 2] * call.facts.batch)
 
 
-@argument("spatial_shapes")
+@argument("spatial_shapes", "image_grid_hw", "target_sizes")
 def spatial_shapes(call: Call) -> Tensor:
     return call.facts.tensor([list(patch_grid(call))] * call.facts.batch)
+
+
+@argument("pixel_position_ids", "image_position_ids", optional=lambda call: call.takes("pixel_values"))
+def pixel_position_ids(call: Call) -> Tensor:
+    rows, columns = patch_grid(call)
+    grid = torch.cartesian_prod(torch.arange(rows), torch.arange(columns)).to(call.facts.device)
+    return grid.expand(call.facts.batch, -1, -1)
 
 
 @argument("pixel_attention_mask", optional=lambda call: call.takes("spatial_shapes"))
@@ -163,52 +257,58 @@ def pixel_attention_mask(call: Call) -> Tensor:
     if call.takes("spatial_shapes"):
         rows, columns = patch_grid(call)
         return facts.mask(facts.batch, rows * columns)
-    _, height, width = image_shape(call)
-    return facts.mask(facts.batch, height, width)
+    return facts.mask(facts.batch, 1).bool()  # one tile each
 
 
-@argument("image_sizes", optional=lambda call: call.takes("pixel_values"))
+@argument("image_sizes", optional=lambda call: call.facts.get("vision", "image_grid_pinpoints") is not None)
 def image_sizes(call: Call) -> Tensor:
+    """Height and width of each image in pixels: the first that the model cuts into tiles, or one tile."""
+    pinpoints = call.facts.get("vision", "image_grid_pinpoints")
+    size = list(image_shape(call)[1:]) if pinpoints is None else list(pinpoints[0])
+    return call.facts.tensor([size] * call.facts.batch)
+
+
+@argument("aspect_ratio_ids")
+def aspect_ratio_ids(call: Call) -> Tensor:
+    return call.facts.mask(call.facts.batch, 1)
+
+
+@argument("aspect_ratio_mask")
+def aspect_ratio_mask(call: Call) -> Tensor:
+    return call.facts.mask(call.facts.batch, 1, call.facts.size("vision", "max_num_tiles", default=4))
+
+
+@argument("cross_attention_mask")
+def cross_attention_mask(call: Call) -> Tensor:
+    facts = call.facts
+    return facts.mask(facts.batch, facts.length, 1, facts.size("vision", "max_num_tiles", default=4))
+
+
+@argument("image_attention_mask", optional=lambda call: call.takes("perceiver_embeddings"))
+def image_attention_mask(call: Call) -> Tensor:
+    return call.facts.mask(call.facts.batch, call.facts.length, 1)
+
+
+@argument("image_embeds_position_mask")
+def image_embeds_position_mask(call: Call) -> Tensor:
+    """Which tokens stand for the image: as many as the model makes of it, after the first."""
+    facts = call.facts
+    count = facts.size("vision", "latent_query_num", default=4)
+    mask = facts.mask(facts.batch, facts.length + count)
+    mask[:, : facts.length - 1] = 0
+    mask[:, -1] = 0
+    return mask.bool()
+
+
+@argument("image_token_pooling")
+def image_token_pooling(call: Call) -> Tensor:
+    """Four patches for each token: (images * tokens, 4), in the flattened patches of all images."""
     _, height, width = image_shape(call)
-    return call.facts.tensor([[height, width]] * call.facts.batch)
+    patch = call.facts.size("vision", "patch_size", default=14)
+    return torch.arange(height // patch * (width // patch), device=call.facts.device).view(-1, 4)
 
 
-# ---- sound
-
-
-@argument("input_features", "audio_mel")
-def input_features(call: Call) -> Tensor:
-    """Mel spectrogram, channels before time where the first layer is a convolution over time."""
-    facts = call.facts
-    bins = facts.size("audio", "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", default=80)
-    frames = 2 * facts.size("audio", "max_source_positions", default=64)
-    first = facts.first_layer(nn.Conv1d, nn.Conv2d, nn.Linear, within=r"audio|speech|encoder|^\w+$|subsampl|conv")
-    if isinstance(first, nn.Conv1d) and first.in_channels == bins:
-        return facts.normal(facts.batch, bins, frames)
-    return facts.normal(facts.batch, min(frames, 256), bins)
-
-
-@argument("input_features_mask", "audio_mel_mask", "feature_attention_mask", optional=False)
-def input_features_mask(call: Call) -> Tensor:
-    features = input_features(call)
-    facts = call.facts
-    bins = facts.size("audio", "num_mel_bins", "feature_size", "input_feat_per_channel", "input_dim", default=80)
-    return facts.mask(facts.batch, features.shape[2] if features.shape[1] == bins else features.shape[1])
-
-
-@argument("input_values")
-def input_values(call: Call) -> Tensor:
-    facts = call.facts
-    if call.takes("padding_mask", "n_quantizers", "audio_codes"):
-        return facts.normal(facts.batch, 1, 7680)
-    return facts.normal(facts.batch, 4000)
-
-
-# ---- time series
-
-
-@argument("past_values")
-def past_values(call: Call) -> Tensor:
-    facts = call.facts
-    length = facts.size("text", "context_length", default=32)
-    return facts.normal(facts.batch, length, facts.size("text", "num_input_channels", default=1))
+@argument("image_grids")
+def image_grids(call: Call) -> Tensor:
+    """Rows and columns of the small and the large view of each image."""
+    return call.facts.tensor([[1, len(image_token_pooling(call)), 0, 0]])
