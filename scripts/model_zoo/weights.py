@@ -63,7 +63,8 @@ def calibrate_(model: nn.Module, samples: Sequence[Sample]) -> nn.Module:
     finally:
         for handle in handles:
             handle.remove()
-    return model
+    # Some models keep tables that they made without gradients until they are trained.
+    return model.train().eval()
 
 
 def _observe(norm: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -114,6 +114,16 @@ def test_same_weights_at_every_call_and_global_random_state_left_alone():
         assert torch.equal(value, second.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("name", ["levit_128s", "tiny_vit_5m_224"])
+def test_gradients_reach_every_weight_of_the_attention(name):
+    entry = ZOO["timm", name]
+    model = entry.build()
+    entry.samples(model)[0].run(model).square().sum().backward()
+    found = {key: parameter for key, parameter in model.named_parameters() if "attn" in key and parameter.ndim >= 2}
+    assert found
+    assert {key for key, parameter in found.items() if parameter.grad is None or not parameter.grad.any()} == set()
+
+
 @pytest.mark.parametrize("name", ["cait_xxs24_224", "xcit_nano_12_p8_224", "swinv2_cr_tiny_224", "levit_128s"])
 def test_no_parameter_is_negligible(name):
     model = ZOO["timm", name].build()
