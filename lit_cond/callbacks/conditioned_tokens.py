@@ -10,13 +10,13 @@ from typing_extensions import override
 from lit_cond.callbacks.attach import ConditioningCallback
 from lit_cond.errors import ConfigurationError, LitCondWarning
 from lit_cond.surgery.rules import TokenRule
-from lit_cond.surgery.tokens import token_forwards
+from lit_cond.surgery.tokens import TokenForward, token_forwards
 
 __all__ = ["ConditionedTokens"]
 
 
 class ConditionedTokens(ConditioningCallback):
-    """Conditions the token matrix of each sample where it enters the first transformer block: `X + strength * C(X)`.
+    """Conditions the token matrix of each sample where it enters the first block of a tower: `X + strength * C(X)`.
 
     C is computed from X at every forward pass, in training and in evaluation, so it belongs to the model: it stays
     after `fit`, and its checkpoints refuse to load into a plain model. Load them with `lit_cond.load_checkpoint`.
@@ -33,8 +33,13 @@ class ConditionedTokens(ConditioningCallback):
         detach: Whether C is a constant for the backward pass.
         backend: How the exact correction is computed; "auto" takes the cheapest for the device.
         include: Names of the blocks whose input is corrected, as a regular expression matched in full or a list of
-            names or dotted endings; the first transformer block when omitted.
-        channel_axis: Axis of the channels in the block's input; found by its size when omitted.
+            names or dotted endings. When omitted, the first block of every tower in which embedded tokens enter:
+            encoder and decoder, text and vision tower. A causal tower takes only `correction="identity"` with a numeric
+            `scale`; name the others here to use more.
+        channel_axis: Axis of the channels in the block's input; found when omitted.
+        prefix_tokens: How many leading tokens (class token, registers) stay out of the token matrix and uncorrected;
+            "auto" for as many learned ones as a forward pass shows before those of the input. Padding in front does
+            not count. "identity" counts the tokens behind them from the first.
 
     Raises:
         ConfigurationError: If an argument can not be used.
@@ -55,8 +60,9 @@ class ConditionedTokens(ConditioningCallback):
         backend: Literal["auto", "gram", "svd", "products"] = "auto",
         include: str | list[str] | None = None,
         channel_axis: int | None = None,
+        prefix_tokens: int | Literal["auto"] = 0,
     ) -> None:
-        super().__init__(TokenRule(correction, scale, strength, detach, backend, include, channel_axis))
+        super().__init__(TokenRule(correction, scale, strength, detach, backend, include, channel_axis, prefix_tokens))
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -80,7 +86,7 @@ class ConditionedTokens(ConditioningCallback):
         rule = self.rule
         head = f"ConditionedTokens: correction={rule.correction}, scale={rule.scale}, detach={rule.detach}"
         mine = [(n, f) for n, f in token_forwards(pl_module) if f.rule.settings() == rule.settings()]
-        return "\n".join([head, *(f"  input of '{name}', {forward.width} channels" for name, forward in mine)])
+        return "\n".join([head, *(f"  input of '{name}', {_spell(forward)}" for name, forward in mine)])
 
     def _say_if_plain(self, pl_module: LightningModule) -> None:
         if not any(token_forwards(pl_module)):
@@ -102,3 +108,8 @@ class ConditionedTokens(ConditioningCallback):
     @override
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._say_if_plain(pl_module)
+
+
+def _spell(forward: TokenForward) -> str:
+    behind = f", behind the first {forward.prefix} tokens" if forward.prefix else ""
+    return f"{forward.width} channels{behind}"

@@ -16,7 +16,7 @@ from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.rules import Rule, TokenRule, WeightRule
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, Role, WeightView
 from lit_cond.surgery.token_sites import find_token_sites
-from lit_cond.surgery.tokens import TokenForward, attach_tokens, detach_tokens, token_forwards
+from lit_cond.surgery.tokens import TokenForward, attach_tokens, detach_tokens, prepare_tokens, token_forwards
 from lit_cond.surgery.weights import (
     ConditionedWeight,
     Term,
@@ -81,8 +81,8 @@ def _condition_tokens(model: nn.Module, rule: TokenRule) -> None:
             raise AlreadyConditionedError(
                 f"the tokens at '{site.name}' are conditioned already; call uncondition_ first"
             )
-    for site in sites:
-        attach_tokens(site, rule)
+    for site, forward in prepare_tokens(sites, rule):
+        attach_tokens(site, rule, forward)
 
 
 def _condition_weights(model: nn.Module, rule: WeightRule) -> None:

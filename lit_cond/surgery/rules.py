@@ -39,6 +39,13 @@ def _scale(value: object) -> None:
         _number("scale", value, zero=False)
 
 
+def _prefix(value: object) -> None:
+    if value == "auto":
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ConfigurationError(f"`prefix_tokens` must be 'auto' or a whole number >= 0, got {value!r}")
+
+
 def _frozen(pattern: Pattern) -> str | tuple[str, ...] | None:
     return pattern if pattern is None or isinstance(pattern, str) else tuple(pattern)
 
@@ -118,8 +125,11 @@ class TokenRule:
         strength: The multiplier that a schedule moves, >= 0.
         detach: Whether C(X) is a constant for the backward pass. The paper does not say; a constant is cheaper.
         backend: How the exact correction is computed; `"auto"` takes the cheapest for the shape.
-        include: Names of the blocks whose input is corrected; None for the first transformer block.
-        channel_axis: Axis of the channels in the block's input; None to find it by its size.
+        include: Names of the blocks whose input is corrected; None for the first block of each tower.
+        channel_axis: Axis of the channels in the block's input; None to find it.
+        prefix_tokens: How many leading tokens (class token, registers) stay out of the token matrix and uncorrected;
+            `"auto"` for as many learned ones as a forward pass shows before those of the input. Padding in front does
+            not count. Identity corrections count the tokens behind them from the first.
 
     Raises:
         ConfigurationError: If a value can not be used.
@@ -132,6 +142,7 @@ class TokenRule:
     backend: Backend = "auto"
     include: Pattern = None
     channel_axis: int | None = None
+    prefix_tokens: int | Literal["auto"] = 0
 
     def __post_init__(self) -> None:
         _one_of("correction", self.correction, get_args(TokenCorrection))
@@ -139,6 +150,7 @@ class TokenRule:
         _number("strength", self.strength, zero=True)
         _one_of("detach", self.detach, (True, False))
         _one_of("backend", self.backend, get_args(Backend))
+        _prefix(self.prefix_tokens)
         object.__setattr__(self, "include", _frozen(self.include))
 
     def settings(self) -> dict[str, Any]:

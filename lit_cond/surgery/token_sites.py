@@ -37,7 +37,10 @@ class TokenSite:
             weights; None where it is not.
         scope_name: Its dotted name.
         causal: Whether attention inside lets a position see itself and earlier ones only.
+        channels: Number of channels of the tokens; None where only that of the attention layer is known.
     """
+
+    # In latent attention and behind bottlenecks the layer has other channels than the tokens.
 
     name: str
     module: nn.Module
@@ -49,6 +52,7 @@ class TokenSite:
     scope: nn.Module | None = None
     scope_name: str = ""
     causal: bool = False
+    channels: int | None = None
 
 
 def find_token_sites(model: nn.Module, include: Pattern = None, *, sample: Any = None) -> list[TokenSite]:
@@ -113,18 +117,22 @@ def _token_site(
         parts = name.split(".")
         scope_name = ".".join(parts[: len(parts) - entrance.repeats_in])
         scope = modules[scope_name]
+    axis = entrance.channel_axis
+    if axis is None:
+        axis = _channel_axis(entrance.shape, first.width)
     said = isinstance(first.module, nn.MultiheadAttention) or first.batch_first
     return TokenSite(
         name,
         modules[name],
         first,
         entrance.argument,
-        _channel_axis(entrance.shape, first.width),
+        axis,
         said and not entrance.tokens_first,
         entrance.prefix,
         scope,
         scope_name,
         causal,
+        None if axis is None else entrance.shape[axis],
     )
 
 
@@ -168,8 +176,8 @@ def _untraced(sites: Sequence[AttentionSite], traced: Sequence[str], modules: Ma
         shared += 1
 
     def branch(path: Sequence[str]) -> str:
-        below = modules.get(".".join(path[: shared + 1]))
-        return "" if len(path) <= shared + 1 or isinstance(below, _LISTS) else path[shared]
+        around = [modules.get(".".join(path[:depth])) for depth in (shared, shared + 1)]
+        return "" if len(path) <= shared + 1 or any(isinstance(m, _LISTS) for m in around) else path[shared]
 
     seen = {branch(path) for path, site in zip(paths, sites, strict=True) if site.traced}
     seen.update(branch(name.split(".")) for name in traced)

@@ -15,13 +15,12 @@ from torch import nn
 
 from lit_cond.surgery.sites import clean_name
 from lit_cond.surgery.tracing.graph import Call, Node
-from lit_cond.surgery.tracing.operations import JOINS
 from lit_cond.surgery.tracing.recorder import Recorder
+from lit_cond.surgery.tracing.token_layout import ENDS, channel_axis, prefix_length, stream, tokens_first
 
 __all__ = ["Entrance", "choose_towers", "find_entrances"]
 
 _ADDITIONS = frozenset(("add", "__add__", "__radd__", "__iadd__", "add_"))
-_BLOCKING = frozenset(("softmax", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward"))
 # How many operations after an attention its sum with the residual stream is looked for.
 _REACH = 400
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -42,6 +41,7 @@ class Entrance:
         prefix: Learned tokens (class, registers) that stand before those of the input.
         derived: Whether they are made of the tokens of an earlier entrance, in any way.
         rule: Which rule found it.
+        channel_axis: The axis of the channels, -1 for the last; None where the pass does not show it.
         repeats_in: The block is called again on its own output; this many last parts of its name lead from the module
             in which that happens. None where it is not called again.
     """
@@ -56,6 +56,7 @@ class Entrance:
     prefix: int = 0
     derived: bool = False
     rule: Literal["E1", "E2"] = "E1"
+    channel_axis: int | None = None
     repeats_in: int | None = None
 
 
@@ -89,20 +90,22 @@ def find_entrances(
     earlier: set[Node] = set()
     for core, innermost, node, rule in places:
         call, argument = _block(recorder.model, innermost, node)
-        stream = set(_stream(node))
-        turned = _tokens_first(core, node, batch)
+        made_of = set(stream(node, earlier))
+        news = any(_brings_input(n, below) for n in made_of - earlier)
+        turned = tokens_first(core, node, batch)
         found.append(
             Entrance(
                 call.name,
                 argument,
                 node.shape,
                 core.call.name if core.call is not None else "",
-                continues=not stream.isdisjoint(earlier) and not any(_brings_input(n, below) for n in stream - earlier),
+                continues=not news and not made_of.isdisjoint(earlier),
                 learned=not node.from_input,
                 tokens_first=turned,
-                prefix=_prefix(node, 0 if turned else 1),
+                prefix=prefix_length(node, 0 if turned else 1),
                 derived=node in below,
                 rule=rule,
+                channel_axis=channel_axis(node, call),
                 repeats_in=_repeats(recorder, call, argument),
             )
         )
@@ -152,42 +155,8 @@ def _below(recorder: Recorder, seeds: set[Node]) -> set[Node]:
 
 def _brings_input(node: Node, below: set[Node]) -> bool:
     """Whether an operation at which the stream ends takes something of the model's input that entered nowhere."""
-    ends = bool(node.weights) or node.is_product or node.name in _BLOCKING
+    ends = bool(node.weights) or node.is_product or node.name in ENDS
     return ends and node.from_input and node not in below
-
-
-def _tokens_first(core: Node, tokens: Node, batch: int | None) -> bool:
-    """Whether tokens come as (tokens, batch, channels)."""
-    if len(tokens.shape) != 3:
-        return False
-    first, second = tokens.shape[:2]
-    if core.call is not None and isinstance(core.call.module, nn.MultiheadAttention) and core.call.inputs:
-        # It says itself what its own input is; the block may turn that round.
-        shape = core.call.inputs[0][1].shape
-        if len(shape) == 3 and shape[:2] in ((first, second), (second, first)):
-            swapped = first != second and shape[:2] == (second, first)
-            return bool(core.call.module.batch_first) == swapped
-    return first != batch and second == batch
-
-
-def _prefix(tokens: Node, axis: int) -> int:
-    """Return how many learned tokens were put before the others.
-
-    What stands before the longest part that depends on the input counts: registers are put between the class token and
-    the patches by cutting them apart and joining three parts.
-    """
-    count = 0
-    for node in _stream(tokens):
-        if node.name not in JOINS or len(node.shape) != len(tokens.shape) or node.axis != axis:
-            continue
-        parts = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
-        longest = max((p for p in parts if p.from_input), key=lambda p: p.shape[axis], default=None)
-        for parent in parts:
-            if parent is longest:
-                break
-            if not parent.from_input and parent.differentiable:
-                count += parent.shape[axis]
-    return count
 
 
 def _entrance(core: Node) -> tuple[Call, Node] | None:
@@ -210,13 +179,13 @@ def _entrance(core: Node) -> tuple[Call, Node] | None:
 
 
 def _input_of_module(core: Node, addition: Node, residual: Node) -> tuple[Call, Node] | None:
-    stream = set(_stream(residual))
+    made_of = set(stream(residual))
     open_calls = set(_around(addition.call))
     for call in _around(core.call):
         if call not in open_calls:
             continue
         for _, node in call.inputs:
-            inside = node is residual or (node in stream and node.index < call.first)
+            inside = node is residual or (node in made_of and node.index < call.first)
             if inside and _feeds(core, node, call):
                 return call, node
     return None
@@ -281,21 +250,6 @@ def _made_in(node: Node, call: Call) -> bool:
 
 def _around(call: Call | None) -> Iterator[Call]:
     return call.around() if call is not None else iter(())
-
-
-def _stream(node: Node) -> Iterator[Node]:
-    """Yield what a tensor is made of by operations that project nothing."""
-    seen = {node}
-    waiting = [node]
-    while waiting:
-        current = waiting.pop()
-        yield current
-        if current.weights or current.is_product or current.name in _BLOCKING:
-            continue
-        for parent in current.parents:
-            if parent not in seen:
-                seen.add(parent)
-                waiting.append(parent)
 
 
 def _feeds(core: Node, source: Node, call: Call) -> bool:
