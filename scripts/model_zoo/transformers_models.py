@@ -19,6 +19,12 @@ from scripts.model_zoo.transformers_shrink import merge, shrink
 
 __all__ = ["all_types", "build", "models", "tiny_config"]
 
+# Types that AutoModel maps to a class of a part of theirs.
+PREFERRED = {
+    "musicgen": ("MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING",),
+    "musicgen_melody": ("MODEL_FOR_TEXT_TO_WAVEFORM_MAPPING",),
+}
+
 logging.getLogger("transformers").setLevel(logging.ERROR)  # it warns of token ids beyond the small vocabulary
 
 
@@ -81,7 +87,11 @@ def _model_class(name: str) -> Any:
         config_class = CONFIG_MAPPING[name]
     except (ImportError, KeyError, AttributeError):
         return None
-    mappings = ["MODEL_MAPPING", *(key for key in dir(modeling_auto) if key.startswith("MODEL_FOR_"))]
+    mappings = [
+        *PREFERRED.get(name, ()),
+        "MODEL_MAPPING",
+        *(key for key in dir(modeling_auto) if key.startswith("MODEL_FOR_")),
+    ]
     for mapping in mappings:
         if not mapping.endswith("_MAPPING"):
             continue

@@ -28,9 +28,57 @@ CONVOLUTIONAL = frozenset(
     }
 )
 
+# A timm tower for the video models.
+PERCEPTION: dict[str, Any] = {
+    "num_labels": 64,
+    "model_args": {"img_size": [56, 56], "embed_dim": 64, "depth": 2, "num_heads": 4, "global_pool": "map"},
+}
+
 # Merged into the shrunk entries of every configuration of that type, also within others. `__init__` holds arguments of
 # the configuration class, for types whose default is not valid.
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "apertus1p5": {
+        "image_token_offset": 120,
+        "audio_token_offset": 136,
+        "vision_config": {"codebook_size": 16},
+        "audio_config": {"codebook_size": 16},
+    },
+    "clap": {"audio_config": {"patch_embeds_hidden_size": 16, "hidden_size": 128}},
+    "dbrx": {"attn_config": {"rope_theta": 10000.0}},
+    "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
+    "dots3_note_audio": {"adapter_input_size": 64},
+    "edgetam_vision_model": {
+        "backbone_config": {"architecture": "repvit_m1"},  # the default has a misspelt name
+        "backbone_channel_list": [384, 192, 96, 48],
+    },
+    "efficientloftr": {
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    },
+    "gemma3n_vision": {"hidden_size": 2048, "model_args": {"channel_multiplier": 0.125}},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 192},
+    "molmo2_vision": {"num_position_embeddings": 16},
+    "muse_glimmer_vision": {"out_hidden_size": 256},
+    "muse_spark_vision": {"out_hidden_size": 256},
+    "nemotron_h_omni": {"__init__": {"audio_config": {"model_type": "parakeet_encoder"}}},
+    "neucodec": {"quantization_dim": 128},
+    "xcodec": {"codebook_dim": 128},
+    "omdet-turbo": {"text_projection_in_dim": 64, "text_projection_out_dim": 64},
+    "pe_video_encoder": {"vision_config": PERCEPTION},
+    "pe_audio_video_encoder": {"video_config": {"vision_config": PERCEPTION}},
+    "perception_lm": {
+        "vision_config": {
+            "architecture": "vit_pe_lang_large_patch14_448",
+            "model_args": {"img_size": [56, 56], "embed_dim": 64, "depth": 2, "num_heads": 4},
+        }
+    },
+    "sam2_hiera_det_model": {"global_attention_blocks": [4]},
+    "seggpt": {"image_size": [128, 64]},
+    "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
+    "step3p7_text": {"sliding_window": 8},
+    "superglue": {"hidden_size": 256},
     "align": {"projection_dim": 640},
     "aria": {"projector_patch_to_query_dict": {16: 4}, "max_value_projector_patch_to_query_dict": 4},
     "blip-2": {"image_token_index": 100},
@@ -40,7 +88,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "clvp_encoder": {"num_attention_heads": 2},
     "clvp": {"text_config": {"num_attention_heads": 2}, "speech_config": {"num_attention_heads": 2}},
     "depth_pro": {"patch_size": 64, "image_size": 256, "scaled_images_ratios": [0.25, 0.5, 1]},
-    "emu3_vqgan": {"base_channels": 32, "channel_multiplier": [1, 1, 1, 2], "hidden_size": 64},
+    "emu3_vqgan": {"codebook_size": 16, "base_channels": 32, "channel_multiplier": [1, 1, 1, 2], "hidden_size": 64},
     "embedding_gemma2": {"__init__": {"vision_config": {}, "audio_config": {}}},
     "gemma4": {"__init__": {"vision_config": {}, "audio_config": {}}},
     "gemma4_unified": {"__init__": {"vision_config": {}, "audio_config": {}}},
@@ -48,7 +96,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
     "lilt": {"hidden_size": 48},
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1},
-    "mistral4": {"head_dim": 8},
+    "mistral4": {"head_dim": 16},
     "mobilebert": {"intra_bottleneck_size": 64},
     "paddleocr_vl_text": {"rope_parameters": {"mrope_section": [6, 6, 4]}},
     "pp_doclayout_v2": {"class_thresholds": [0.5] * 25, "class_order": list(range(25))},
@@ -71,14 +119,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_routed_experts": 4},
     "dory": {
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"],
-        "n_input_layers": 1,
-        "n_recurrent_layers": 2,
-        "n_output_layers": 1,
+        "num_hidden_layers": 8,
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
-    "emu3": {"vocabulary_map": {"<|extra_200|>": 90, "<image>": 91}},
+    "emu3": {
+        "vocabulary_map": {"<|extra_200|>": 90, "<image>": 91}
+        | {f"<|visual token {index:06d}|>": 92 + index for index in range(16)}
+    },
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 16}},
@@ -102,11 +153,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "moonshine_streaming": {"num_key_value_heads": 4},
     "muse_spark_audio": {"num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen3_omni_moe": {"talker_config": {"spatial_merge_size": 2}},
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 32},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
+        "indexer_head_dim": 32,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
@@ -130,6 +182,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "attention_head_dim": 32,
         "n_mamba_heads": 8,
         "mamba_headdim": 16,
+        "hybrid_layer_ids": [1, 3],
         "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "num_hidden_layers": 4,
     },

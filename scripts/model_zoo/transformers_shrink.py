@@ -125,9 +125,12 @@ LIMITS: dict[str, int] = {
     "embedding_size": 32,
     "mm_tokens_per_image": 4,
     "rotary_dim": 8,
+    "encoder_hash_byte_group_vocab": 64,
+    "patch_embed_hidden_size": 1 << 30,
+    "num_pos_feats": 32,
+    "pooler_output_size": WIDTH,
     "image_embedding_size": 4,
 }
-PATCH_IMAGE = (56, 64)
 EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num)$")
 
 
@@ -201,6 +204,10 @@ def _entry(key: str, value: Any, config: dict[str, Any], ids: _TokenIds) -> Any:
         return [_token(item, ids) for item in value] if isinstance(value, list) else _token(value, ids)
     if isinstance(value, bool) or not isinstance(value, int | list):
         return value
+    if key == "image_grid_pinpoints":
+        vision = config["vision_config"]
+        old, new = vision["image_size"], _image("image_size", vision["image_size"], vision)
+        return [[new * (side // old) for side in size] for size in value]
     if isinstance(value, list):
         return _list_entry(key, value)
     if key in LIMITS:
@@ -225,10 +232,6 @@ def _list_entry(key: str, values: list[Any]) -> list[Any]:
     """A list with one entry for each stage: same length, same proportions."""
     if key == "backbone_feature_sizes":
         return [[4 * size[0] // values[-1][0], 4 * size[1] // values[-1][1]] for size in values]
-    if key == "image_grid_pinpoints":
-        unit = math.gcd(*values[0])
-        small = PATCH_IMAGE[0] if unit % PATCH_IMAGE[0] == 0 else 64
-        return [[small * side // unit for side in size] for size in values]
     if not values or not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
         return values
     if key == "vision_feature_layer":
@@ -237,7 +240,9 @@ def _list_entry(key: str, values: list[Any]) -> list[Any]:
         largest = max(values)
         return [max(1, value * HEADS // largest) for value in values]
     if key == "image_size":
-        return [min(value, 64) for value in values]
+        return [min(value, 64 * value // min(values)) for value in values]
+    if key == "downsample_channels":
+        return [WIDTH // 2, WIDTH]
     if key == "decoder_in_channels":
         return [min(value, WIDTH) for value in values]
     if key in ("depths", "num_blocks", "blocks_per_stage", "layers", "depth", "num_layers"):
@@ -293,10 +298,11 @@ def _limit(limit: int) -> Callable[[str, int, dict[str, Any]], int]:
 
 
 def _image(key: str, value: int, config: dict[str, Any]) -> int:
+    """Four patches each way; eight windows for pyramids."""
     patch = config.get("patch_size", 16)
     patch = patch[0] if isinstance(patch, list) else patch
-    smallest = 128 if isinstance(config.get("depths"), list) else max(64, 4 * patch)
-    return min(value, smallest) if isinstance(patch, int) else value
+    smallest = 128 if isinstance(config.get("depths"), list) else 4 * patch if patch > 12 else 64
+    return min(value, smallest)
 
 
 RULES: tuple[tuple[re.Pattern[str], Callable[[str, int, dict[str, Any]], int]], ...] = (

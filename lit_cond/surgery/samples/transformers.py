@@ -1,4 +1,4 @@
-"""Samples for the models of Hugging Face transformers, made from their configuration and the signatures of their methods.
+"""Samples for the models of Hugging Face transformers, from their configuration and the signatures of their methods.
 
 Nothing is imported from there: a model has a `config` with attributes and a `forward` with named arguments, and that is
 all that the rules use. Towers with a method of their own (`get_image_features`, `get_audio_features`) are called
@@ -8,6 +8,7 @@ through it, because the main call would need as many placeholder tokens as the t
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +56,7 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         samples = [_main_sample(facts, parameters, {name for method in separate for name in TOWERS[method]})]
     except ConfigurationError:
         samples = [sample for name, child in model.named_children() for sample in _part_samples(name, child)]
-        separate = separate or [method for method in TOWERS if hasattr(model, method)][:1]
+        separate = [] if samples else separate or [method for method in TOWERS if hasattr(model, method)][:1]
         if not samples and not separate:
             raise
     return samples + [_tower_sample(facts, method) for method in separate if method != "get_video_features"]
@@ -67,7 +68,7 @@ def _main_sample(facts: Facts, parameters: dict[str, inspect.Parameter], left_ou
     kwargs = _arguments(
         Call(facts, parameters, left_out, _placeholders(facts, parameters, left_out)), f"{name}.forward"
     )
-    if not any(isinstance(value, Tensor) for value in kwargs.values()):
+    if not any(isinstance(value, Tensor) for value in kwargs.values()) or facts.kind("llama4"):
         raise ConfigurationError(
             f"{name}.forward takes {', '.join(parameters) or 'nothing by name'}: nothing that can be made from its "
             "configuration; pass a sample of its inputs"
@@ -77,19 +78,29 @@ def _main_sample(facts: Facts, parameters: dict[str, inspect.Parameter], left_ou
 
 def _tower_sample(facts: Facts, method: str) -> Sample:
     """The call of the method that runs one tower."""
-    call = Call(facts, _parameters(getattr(facts.model, method)), frozenset())
+    parameters = _parameters(getattr(facts.model, method))
+    call = Call(facts, parameters, frozenset(), _placeholders(facts, parameters, set()))
     return Sample(kwargs=_arguments(call, f"{type(facts.model).__name__}.{method}"), method=method)
 
 
+class PartSample(Sample):
+    """A call of a part, or of a method of a part; `method` is a path with dots."""
+
+    def run(self, module: nn.Module) -> Any:
+        """Call the part and return what it returns."""
+        return operator.attrgetter(self.method or "")(module)(*self.args, **self.kwargs)
+
+
 def _part_samples(name: str, child: nn.Module) -> list[Sample]:
-    """The call of a part of a model, which is a model itself, all its arguments at once."""
-    if getattr(child, "config", None) is None:
+    """The calls of a part of a model that is a model itself; none where they can not be made."""
+    if getattr(child, "config", None) is None or not hasattr(child, "save_pretrained"):
         return []
     try:
-        sample = _main_sample(Facts(child), _parameters(child.forward), set())
+        samples = transformers_samples(child)
     except ConfigurationError:
         return []
-    return [Sample(kwargs=sample.kwargs, method=name)]
+    paths = [name if sample.method is None else f"{name}.{sample.method}" for sample in samples]
+    return [PartSample(kwargs=sample.kwargs, method=path) for path, sample in zip(paths, samples, strict=True)]
 
 
 def _placeholders(facts: Facts, parameters: dict[str, inspect.Parameter], left_out: set[str]) -> tuple[int, int]:
@@ -98,6 +109,9 @@ def _placeholders(facts: Facts, parameters: dict[str, inspect.Parameter], left_o
     The tower itself says it, in one pass without gradients.
     """
     call = Call(facts, parameters, left_out)
+    if facts.kind("qwen2_audio", "musicflamingo"):
+        frames = RULES["input_features"].make(call).shape[-1]
+        return frames // 4, facts.get("audio", "audio_token_id", "audio_token_index")
     token = facts.get("text", "image_token_id", "image_token_index")
     if token is None or not call.takes("pixel_values") or not call.takes("input_ids"):
         return 0, 0

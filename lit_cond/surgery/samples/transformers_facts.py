@@ -32,7 +32,7 @@ class Facts:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.config: Any = model.config
-        self.batch = 2
+        self.batch = 1 if self.kind("tvp") else 2  # its position tables are viewed as one image's
         self.length = 12
         parameter = next((item for item in model.parameters() if item.is_floating_point()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
@@ -118,9 +118,16 @@ class Facts:
             settings = getattr(module, "pretrained_cfg", None)
             if isinstance(settings, Mapping) and "input_size" in settings:
                 embedding = getattr(module, "patch_embed", None)
-                size = getattr(embedding, "img_size", None) or settings["input_size"][-2:]
-                return int(size[0]), int(size[1])
+                size = getattr(embedding, "img_size", None)
+                if size is not None:
+                    return int(size[0]), int(size[1])
+                return min(128, int(settings["input_size"][-2])), min(128, int(settings["input_size"][-1]))
         return None
+
+    def backbone(self) -> int:
+        """Width of what a model that assists another takes from it; 0 for others."""
+        layer = getattr(self.model, "pre_projection", None)
+        return int(layer.in_features) if isinstance(layer, nn.Linear) else 0
 
     def cross_width(self) -> int | None:
         """Width of what the cross-attention of a decoder reads; None without any."""

@@ -51,18 +51,29 @@ def argument(*names: str, optional: bool | Callable[[Call], bool] = True) -> Cal
 # ---- text
 
 
-@argument("input_ids", "classes_input_ids", "tasks_input_ids", "task_inputs", "qformer_input_ids")
+@argument("input_ids", "classes_input_ids", "tasks_input_ids", "qformer_input_ids")
 def input_ids(call: Call) -> Tensor:
     """Random ids: (batch, length), or (batch, length, codebooks) for models of several streams."""
     facts = call.facts
     streams = call.streams("input_ids")
     if streams is not None:
         return facts.token_ids(facts.batch, facts.length, streams)
+    if call.takes("image_embeds_position_mask"):
+        return facts.token_ids(*image_embeds_position_mask(call).shape)
+    if call.takes("encoder_inputs_embeds"):  # added to the features of the sound, step by step
+        frames = RULES["input_features"].make(call).shape[-1]
+        return facts.token_ids(facts.batch, frames // 2 // facts.size("audio", "downsample_factor", default=4))
     text = facts.token_ids(facts.batch, facts.length)
     count, token = call.placeholders
     if not count:
         return text
     return torch.cat((text[:, :2], text.new_full((facts.batch, count), token), text[:, 2:]), 1)
+
+
+@argument("task_inputs")
+def task_inputs(call: Call) -> Tensor:
+    """A task as ids of fixed length."""
+    return call.facts.token_ids(call.facts.batch, call.facts.size("text", "task_seq_len", default=call.facts.length))
 
 
 @argument("decoder_input_ids")
@@ -97,9 +108,13 @@ def bbox(call: Call) -> Tensor:
     return torch.cat((corner, corner + facts.integers(facts.batch, facts.length, 2, high=8)), -1)
 
 
-@argument("inputs_embeds", "noise_embeds", optional=False)
+@argument(
+    "inputs_embeds", "noise_embeds", optional=lambda call: call.takes("shared_kv_states") and call.facts.backbone()
+)
 def inputs_embeds(call: Call) -> Tensor:
     facts = call.facts
+    if facts.backbone():  # an embedding and a state of the model that is assisted, side by side
+        return facts.normal(facts.batch, facts.length, facts.backbone())
     return facts.normal(
         facts.batch, facts.length, facts.size("text", "backbone_hidden_size", "hidden_size", default=64)
     )
@@ -135,12 +150,18 @@ def image_shape(call: Call) -> tuple[int, int, int]:
     """Channels, height, width that the configuration, or the timm model within, asks for."""
     facts = call.facts
     channels = facts.size("vision", "num_channels", "in_channels", "in_chans", "input_channels", default=3)
-    size = facts.get("vision", "image_size", "img_size", "max_img_size", "pretrain_image_size", "train_size")
+    size = facts.get(
+        "vision", "image_size", "img_size", "max_img_size", "pretrain_image_size", "train_size", "input_size"
+    )
     if size is None or facts.timm_size() is not None:
         size = facts.timm_size() or size or 96
     if isinstance(size, dict):
         size = (size["height"], size["width"])
     height, width = size if isinstance(size, list | tuple) else (size, size)
+    if facts.kind("depth_pro"):  # the smallest of the scaled images is one patch
+        height = width = int(facts.config.patch_size / min(facts.config.scaled_images_ratios))
+    if facts.kind("seggpt"):  # image and prompt, one above the other
+        height //= 2
     return channels, int(height), int(width)
 
 
@@ -177,8 +198,17 @@ def pixel_values(call: Call) -> Tensor:
     channels, height, width = image_shape(call)
     rows, columns = patch_grid(call)
     patch = facts.size("vision", "patch_size", default=16)
+    if facts.kind("inkling2", "inkling2_loop", "inkling2_vision"):  # merged patches, channels last
+        side = patch * rows // 2
+        return facts.normal(facts.batch * 4, side, side, channels)
+    if facts.kind("inkling_mm_model"):  # time, height, width, channels
+        return facts.normal(facts.batch, facts.size("vision", "temporal_patch_size", default=2), patch, patch, channels)
+    if facts.kind("colqwen2"):  # padded for each image
+        return patches(call).view(facts.batch, rows * columns, -1)
     if call.takes("image_grid_thw", "grid_thw", "image_grid_hw"):
         return patches(call)
+    if facts.kind("gemma4_unified"):
+        patch *= rows // 2
     if call.takes("spatial_shapes", "pixel_position_ids", "image_position_ids"):
         return facts.uniform(facts.batch, rows * columns, channels * patch * patch)
     if call.takes("image_token_pooling"):
@@ -239,7 +269,7 @@ def merge_sizes(call: Call) -> Tensor:
     return call.facts.tensor([patch_grid(call)[0] // 2] * call.facts.batch)
 
 
-@argument("spatial_shapes", "image_grid_hw", "target_sizes")
+@argument("spatial_shapes", "image_grid_hw", "target_sizes", optional=lambda call: call.takes("pixel_values"))
 def spatial_shapes(call: Call) -> Tensor:
     return call.facts.tensor([list(patch_grid(call))] * call.facts.batch)
 
@@ -251,7 +281,7 @@ def pixel_position_ids(call: Call) -> Tensor:
     return grid.expand(call.facts.batch, -1, -1)
 
 
-@argument("pixel_attention_mask", optional=lambda call: call.takes("spatial_shapes"))
+@argument("pixel_attention_mask", optional=lambda call: call.takes("spatial_shapes") or call.facts.kind("pi0"))
 def pixel_attention_mask(call: Call) -> Tensor:
     facts = call.facts
     if call.takes("spatial_shapes"):

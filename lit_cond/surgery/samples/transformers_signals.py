@@ -12,6 +12,7 @@ from lit_cond.surgery.samples.transformers_inputs import argument, patches
 
 __all__: list[str] = []  # importing the module registers its rules
 
+SAMPLES = 7680  # of a waveform, in front of a codec
 MELS = ("num_mel_bins", "input_feat_per_channel", "input_feat_size", "feature_projection_input_dim", "input_dim")
 
 
@@ -26,15 +27,22 @@ def features_shape(call: Call) -> tuple[int, int, bool]:
     window = 2 * facts.size("audio", "n_window", default=16)
     frames = min(2 * facts.size("audio", "max_source_positions", default=64), 3000)
     frames = max(window, frames // window * window)
+    if call.takes("input_values"):  # one frame for each step of the waveform
+        frames = SAMPLES // facts.size("audio", "hop_length", default=320)
     within = r"audio|speech|encoder|subsampl|conv|feature|^[^.]+$"
     first = facts.first_layer(nn.Conv1d, nn.Conv2d, nn.Linear, within=within)
     if isinstance(first, nn.Linear) and first.in_features % bins == 0 and first.in_features <= 8 * bins:
         bins = first.in_features  # frames are stacked before they enter
     channels_first = isinstance(first, nn.Conv1d) and first.in_channels == bins
+    channels_first |= call.takes("feature_attention_mask") or facts.kind("qwen3_asr", "qwen3_asr_encoder")
     return frames, bins, channels_first and facts.get("audio", "input_feat_per_channel") is None
 
 
-@argument("input_features", "audio_mel", optional=lambda call: not call.takes("input_values"))
+@argument(
+    "input_features",
+    "audio_mel",
+    optional=lambda call: not (call.takes("input_values") or call.facts.kind("pop2piano")),
+)
 def input_features(call: Call) -> Tensor:
     """Mel spectrogram, channels before time where the first layer is a convolution over time."""
     facts = call.facts
@@ -67,7 +75,7 @@ def input_values(call: Call) -> Tensor:
     if call.takes("decoder_input_values"):
         return facts.normal(facts.batch, facts.length, facts.size("text", "hidden_size", default=64))
     if call.takes("padding_mask", "n_quantizers", "audio_codes", "sample"):
-        return facts.normal(facts.batch, facts.size("audio", "audio_channels", default=1), 7680)
+        return facts.normal(facts.batch, facts.size("audio", "audio_channels", default=1), SAMPLES)
     return facts.normal(facts.batch, 3840)
 
 
@@ -77,9 +85,9 @@ def decoder_input_values(call: Call) -> Tensor:
     return facts.normal(facts.batch, 8, facts.size("text", "hidden_size", default=64))
 
 
-@argument("padding_mask", optional=False)
+@argument("padding_mask", optional=lambda call: call.takes("acoustic_loss_mask"))
 def padding_mask(call: Call) -> Tensor:
-    return call.facts.mask(call.facts.batch, 7680).bool()
+    return call.facts.mask(call.facts.batch, SAMPLES).bool()
 
 
 @argument("audio_input_ids")
@@ -119,6 +127,7 @@ def history(call: Call) -> int:
     facts = call.facts
     lags = facts.get("text", "lags_sequence") or [0]
     length = facts.get("text", "context_length") or facts.get("text", "prediction_length") or 32
+    length = max(length, facts.get("text", "label_length") or 0)
     return int(length) + max(lags)
 
 
@@ -229,6 +238,25 @@ def visual_embeds(call: Call) -> Tensor:
     return call.facts.normal(call.facts.batch, 5, call.facts.size("vision", "visual_embedding_dim", default=32))
 
 
+@argument("thinker_reply_part")
+def thinker_reply_part(call: Call) -> Tensor:
+    """What the text model hands to the model that speaks."""
+    facts = call.facts
+    return facts.normal(facts.batch, facts.length, facts.size("text", "embedding_size", "hidden_size", default=64))
+
+
+@argument("shared_kv_states", optional=lambda call: call.facts.kind("gemma4_assistant", "gemma4_unified_assistant"))
+def shared_kv_states(call: Call) -> dict[str, tuple[Tensor, Tensor]]:
+    """Keys and values of the model that is assisted, for each type of layer."""
+    facts = call.facts
+    text = facts.config.text_config
+    result = {}
+    for layer, kind in zip(text.per_layer_config, text.layer_types, strict=True):
+        shape = (facts.batch, layer.num_key_value_heads, facts.length, layer.head_dim)
+        result[kind] = (facts.normal(*shape), facts.normal(*shape))
+    return result
+
+
 @argument("marks")
 def marks(call: Call) -> Tensor:
     """Positions that a decision is read from: (batch, questions)."""
@@ -243,9 +271,3 @@ def num_options(call: Call) -> Tensor:
 @argument("chunk_sample_lengths")
 def chunk_sample_lengths(call: Call) -> Tensor:
     return call.facts.tensor([features_shape(call)[0]] * call.facts.batch)
-
-
-@argument("return_dict", optional=lambda call: call.facts.kind("llama4"))
-def return_dict(call: Call) -> bool:
-    """The output class of llama4 asks the text model for a field that it does not have."""
-    return False
