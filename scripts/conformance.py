@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="file of JSON lines that results are appended to")
     parser.add_argument("--source", nargs="+", choices=SOURCES, default=list(SOURCES), help="which part of the zoo")
     parser.add_argument("--only", default=".*", help="regular expression that the model's name matches in full")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds for one model")
+    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of processor time for one model")
     parser.add_argument("--memory", type=float, default=12.0, help="gigabytes for one model")
     parser.add_argument("--again", action="store_true", help="also models that have a result already")
     parser.add_argument("--report", type=Path, help="write a report in Markdown here")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -48,25 +49,31 @@ class Judgement:
         return [str(finding) for finding in self.findings if finding.level == level]
 
 
-def judge_model(bench: Bench, sites: Sequence[Any], *, seconds: float | None = None) -> Judgement:
+def judge_model(
+    bench: Bench, sites: Sequence[Any], *, deep_until: float = math.inf, until: float = math.inf
+) -> Judgement:
     """Check sites against what the model computes.
 
     Args:
         bench: The model with its inputs.
         sites: What a finder says; each has `name`, `module`, `views`, `num_heads`, `num_kv_heads` and `kind`.
-        seconds: After this time the remaining sites get the short checks only.
+        deep_until: Processor time of this process, in seconds, after which the remaining sites get short checks only.
+        until: That after which they get none, which is an open point.
     """
-    began = time.monotonic()
     result = Judgement(sites=len(sites), cores=len(bench.base), dtype=str(bench.dtype).removeprefix("torch."))
     described = [_described(site, result.findings) for site in sites]
     bench.watch([view.parameter for views in described for view in _flat(views)])
     wanted = _deep(sites)
     covered: dict[int, set[str]] = defaultdict(set)
     for number, (site, views) in enumerate(zip(sites, described, strict=True)):
-        late = seconds is not None and time.monotonic() - began > seconds
+        if time.process_time() > until:
+            result.findings.append(
+                Finding("partial", site.name, "", f"not checked, nor {len(sites) - number - 1} others")
+            )
+            break
         others = [other for i, other in enumerate(described) if i != number]
-        report = judge_site(bench, site, views, others, deep=number in wanted and not late)
-        _add(result, report, covered)
+        deep = number in wanted and time.process_time() < deep_until
+        _add(result, judge_site(bench, site, views, others, deep=deep), covered)
     _account(bench, described, covered, result)
     levels = {finding.level for finding in result.findings}
     result.verdict = next((level for level in ("wrong", "partial") if level in levels), "right")

@@ -90,7 +90,7 @@ class _SiteJudge:
         self.others = [[view for entries in other.values() for view in entries] for other in others]
         self.report = SiteReport(deep)
         self.cores: dict[str, int] = {}
-        self.shares: dict[str, tuple[float, float]] = {}
+        self.spread: dict[str, tuple[float, float]] = {}
 
     def say(self, level: str, role: str, text: str) -> None:
         self.report.findings.append(Finding(level, self.site.name, role, text))
@@ -216,7 +216,7 @@ class _SiteJudge:
                 self.say("wrong", view.role, f"{_named(view)}: {text}")
                 continue
             self.report.covered.update((outcome.core.index, role) for role in roles)
-            self.measure(view.role, outcome.core)
+            self.measure(view.role, outcome.core, core)
 
     def dead(self, view: Described, outcome: Outcome) -> bool:
         """Whether the projection itself did not change, as that of an expert that no token was sent to."""
@@ -224,27 +224,29 @@ class _SiteJudge:
         after = outcome.uses.get(id(view.parameter), [])
         return bool(after) and all(bool((a.output == b.output).all()) for a, b in zip(after, before, strict=False))
 
-    def measure(self, role: str, core: Core) -> None:
-        """Keep how far the change of one row spreads over the channels and the tokens of the operand."""
-        base = self.bench.base[core.index]
-        pairs = zip(core.operands[role], base.operands[role], strict=False)
-        for new, old in pairs:
-            if new.tensor.shape != old.tensor.shape:
+    def measure(self, role: str, one: Core, all_rows: Core) -> None:
+        """Keep over which share of the contracted and of the free axis that all rows reach one row spreads."""
+        base = self.bench.base[one.index]
+        if one.index != all_rows.index or role in self.spread:
+            return
+        for single, every, old in zip(one.operands[role], all_rows.operands[role], base.operands[role], strict=False):
+            if single.tensor.shape != old.tensor.shape or every.tensor.shape != old.tensor.shape:
                 continue
-            share = channel_ratio(new.tensor - old.tensor, old)
-            if share is not None and min(share) > 0 and (role not in self.shares or share < self.shares[role]):
-                self.shares[role] = share
+            share = channel_ratio(single.tensor - old.tensor, old)
+            whole = channel_ratio(every.tensor - old.tensor, old)
+            if share is not None and whole is not None and min(*share, *whole) > 0:
+                self.spread[role] = (share[0] / whole[0], share[1] / whole[1])
+                return
 
     def geometry(self) -> None:
         """Which axis is contracted, and how wide a head is."""
-        if "query" not in self.cores and "key" not in self.cores:
-            return
-        role = "query" if "query" in self.shares else "key"
-        contracted, free = self.shares.get(role, (1.0, 1.0))
         channels = self.site.kind == "channel"
-        if contracted != free and (contracted > free) != channels:
-            axis = "tokens" if contracted > free else "channels"
-            self.say("wrong", role, f"kind {self.site.kind!r}, and the product of query and key sums over {axis}")
+        for role, (contracted, free) in self.spread.items():
+            # One row is one channel of all tokens. Where both shares are equal, a normalization has spread it.
+            summed = {True: "tokens", False: "channels"}[(contracted > free) != (role == "value")]
+            if contracted != free and (summed == "tokens") != channels:
+                self.say("wrong", role, f"kind {self.site.kind!r}, and the product of query and key sums over {summed}")
+                break
         for role, heads in (
             ("query", self.site.num_heads),
             ("key", self.site.num_kv_heads),
