@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_cond.surgery.sites import MatrixLayout, Role, RowSet
-from lit_cond.surgery.tracing.graph import Call, Node, Operand
+from lit_cond.surgery.tracing.graph import Node, Operand
 from lit_cond.surgery.tracing.recorder import Attention
 from lit_cond.surgery.tracing.rows import row_sets
 
@@ -26,17 +27,13 @@ class Source:
         parameter: The parameter.
         rows: Which of its output channels (all output channels,).
         layout: Orientation of the parameter; its own rows are not yet those of the mask.
-        call: The module call that projected.
-        tokens: Where the projected tokens came from.
-        index: When it projected, in the order of operations.
+        node: The projection.
     """
 
     parameter: nn.Parameter
     rows: Tensor
     layout: MatrixLayout
-    call: Call | None
-    tokens: Node | None
-    index: int
+    node: Node
 
 
 @dataclass(eq=False)
@@ -48,6 +45,7 @@ class Core:
         sources: What made the query, key and value.
         problems: Why a role has no rows, or not all.
         head_width: Channels of one head of the query.
+        heads: Heads of query and key as their shapes show them, None where they do not.
         over_channels: Whether the softmax runs over channels instead of tokens.
         causal: Whether each position sees itself and earlier ones only.
     """
@@ -56,6 +54,7 @@ class Core:
     sources: dict[Role, list[Source]]
     problems: dict[Role, str] = field(default_factory=dict)
     head_width: int = 0
+    heads: tuple[int | None, int | None] = (None, None)
     over_channels: bool = False
     causal: bool = False
 
@@ -71,6 +70,7 @@ def resolve(attention: Attention) -> Core:
     query = attention.query
     core.over_channels = _contracts_tokens(query, core.sources["query"])
     core.head_width = query.tensor.shape[_other_axis(query) if core.over_channels else query.contracted]
+    core.heads = _heads(query.tensor), _heads(attention.key.tensor)
     core.causal = _is_causal(attention)
     return core
 
@@ -102,29 +102,41 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
     projections, problem = _projections(operand.node)
     if problem is not None and "products" in problem:
         return [], problem
-    uses = [(node, use) for node in projections for use in node.weights]
-    known = {id(use.parameter): use.parameter for _, use in uses if use.parameter is not None}
-    if len({id(use.parameter) for _, use in uses if use.parameter is None}) and not known:
+    alive = [node for node in projections if node.tensor is not None]
+    if not alive or not operand.tensor.requires_grad:
+        return [], "it is made far from here" if projections else problem or "no weight makes it"
+    if all(use.parameter is None for node in alive for use in node.weights):
         return [], "its weight is computed from parameters"
-    if not known or not operand.tensor.requires_grad:
-        return [], problem or "no weight makes it"
-    parameters = list(known.values())
     generator = torch.Generator(device=operand.tensor.device).manual_seed(_SEED)
-    with torch.enable_grad():
-        seed = torch.randn(
-            operand.tensor.shape, generator=generator, device=operand.tensor.device, dtype=operand.tensor.dtype
-        )
-        gradients = torch.autograd.grad(operand.tensor, parameters, seed, retain_graph=True, allow_unused=True)
+    seed = torch.randn(
+        operand.tensor.shape, generator=generator, device=operand.tensor.device, dtype=operand.tensor.dtype
+    )
     result = []
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        if gradient is None:
-            continue
-        node, use = next((n, u) for n, u in uses if u.parameter is parameter)
-        layout = MatrixLayout(RowSet.span(0, 0), use.transposed, use.out_axes, use.groups)
-        rows = (layout.oriented(gradient) != 0).any(dim=1)
-        if bool(rows.any()):
-            result.append(Source(parameter, rows, layout, node.call, node.source, node.index))
+    for node, reached in zip(alive, _reached(operand.tensor, seed, alive), strict=True):
+        for use in node.weights:
+            if use.parameter is None or not bool(reached.any()):
+                continue
+            rows = reached if use.channels is None else reached[use.channels] & (use.channels >= 0)
+            layout = MatrixLayout(RowSet.span(0, 0), use.transposed, use.out_axes, use.groups)
+            if bool(rows.any()):
+                result.append(Source(use.parameter, rows, layout, node))
     return result, None if result else "no row of its weights reaches it"
+
+
+def _reached(tensor: Tensor, seed: Tensor, projections: Sequence[Node]) -> list[Tensor]:
+    """Return for each projection which of its output channels reach a tensor (channels,)."""
+    with torch.enable_grad():
+        leaves = [node.tensor for node in projections if node.tensor is not None]
+        gradients = torch.autograd.grad(tensor, leaves, seed, retain_graph=True, allow_unused=True)
+    result = []
+    for node, gradient in zip(projections, gradients, strict=True):
+        sizes = [node.shape[axis] for axis in node.channels]
+        if gradient is None:
+            result.append(torch.zeros(math.prod(sizes), dtype=torch.bool, device=tensor.device))
+            continue
+        last = gradient.movedim(node.channels, tuple(range(-len(sizes), 0)))
+        result.append((last != 0).flatten(-len(sizes)).flatten(0, -2).any(dim=0))
+    return result
 
 
 def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
@@ -132,18 +144,18 @@ def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
     tensor = query.tensor
     if not sources or tensor.ndim < 2:
         return False
-    source = max(sources, key=lambda s: int(s.rows.sum()))
+    node = max(sources, key=lambda s: int(s.rows.sum())).node
     counts = []
     for axis in (query.contracted, _other_axis(query)):
         entry = tensor.movedim(axis, -1)[..., 0]
-        with torch.enable_grad():
-            (gradient,) = torch.autograd.grad(
-                entry, source.parameter, torch.ones_like(entry), retain_graph=True, allow_unused=True
-            )
-        rows = 0 if gradient is None else int((source.layout.oriented(gradient) != 0).any(dim=1).sum())
-        counts.append(rows)
+        counts.append(int(_reached(entry, torch.ones_like(entry), [node])[0].sum()))
     # A slice through a channel axis needs few rows, one through the token axis all of them.
     return counts[0] > counts[1]
+
+
+def _heads(operand: Tensor) -> int | None:
+    """Return the size of the axis before tokens and channels, by the usual convention (batch, heads, tokens, width)."""
+    return operand.shape[-3] if operand.ndim == 4 else None
 
 
 def _other_axis(operand: Operand) -> int:

@@ -47,12 +47,15 @@ class WeightUse:
         transposed: Whether its output channels are its last axes.
         out_axes: How many axes they are.
         groups: Groups of a convolution.
+        channels: For each output channel of the parameter the channel of the weight that it became (rows,), -1 for
+            none; None where the weight is the parameter itself.
     """
 
     parameter: nn.Parameter | None
     transposed: bool = False
     out_axes: int = 1
     groups: int = 1
+    channels: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -67,6 +70,7 @@ class Node:
         shape: Shape of its first output.
         weights: The parameters that it projects with; empty if it is no projection.
         source: Input of the projection.
+        channels: Axes of its output that hold the output channels, from the end.
         parameters: The parameters that it is made of by cutting and joining only; None for anything else.
         from_input: Whether it depends on the model's input.
         differentiable: Whether its output carries a gradient.
@@ -75,7 +79,7 @@ class Node:
         is_product: Whether it multiplies two activations.
         product: The operands of such a product, as long as they may be needed.
         axis: The axis that a softmax sums over, or along which tensors are joined.
-        tensor: Output of a softmax or product, as long as it may be needed.
+        tensor: Output of a projection, softmax or product, as long as it may be needed.
         children: Operations that use it.
     """
 
@@ -86,6 +90,7 @@ class Node:
     shape: tuple[int, ...] = ()
     weights: tuple[WeightUse, ...] = ()
     source: Node | None = None
+    channels: tuple[int, ...] = ()
     parameters: tuple[nn.Parameter, ...] | None = None
     from_input: bool = False
     differentiable: bool = False

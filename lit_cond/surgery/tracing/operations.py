@@ -54,7 +54,7 @@ class Product:
         right: The other.
         contracted: The axes of each that are summed over, from the end (negative).
         free: The axes of each that stand in the output.
-        placed: The axis of the output, from the end, of the last free axis of each; None where it has none.
+        placed: Where in the output, from the end, these axes stand.
         groups: Groups of a convolution.
         weight_only: Whether the right one is a weight by the meaning of the function.
     """
@@ -63,7 +63,7 @@ class Product:
     right: Tensor
     contracted: tuple[tuple[int, ...], tuple[int, ...]]
     free: tuple[tuple[int, ...], tuple[int, ...]]
-    placed: tuple[int | None, int | None] = (-2, -1)
+    placed: tuple[tuple[int, ...], tuple[int, ...]] = ((-2,), (-1,))
     groups: int = 1
     weight_only: bool = False
 
@@ -72,13 +72,19 @@ def product_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Pro
     """Return the product that a function call computes, or None if it computes none (or one that is not understood)."""
     if name == "linear":
         left, right = _arguments(args, kwargs, ("input", "weight"))
-        return Product(left, right, ((-1,), (-1,)), ((-2,), (0 - right.ndim,)), (-2, -1)) if right.ndim == 2 else None
+        return Product(left, right, ((-1,), (-1,)), ((-2,), (-2,))) if right.ndim == 2 else None
     if name in _CONVOLUTIONS:
         left, right = _arguments(args, kwargs, ("input", "weight"))
         groups = kwargs.get("groups", args[6] if len(args) > 6 else 1)
         inner = tuple(range(1 - right.ndim, 0))
         return Product(
-            left, right, ((-1 - _CONVOLUTIONS[name],), inner), ((), (-right.ndim,)), (None, None), groups, True
+            left,
+            right,
+            ((-1 - _CONVOLUTIONS[name],), inner),
+            ((), (-right.ndim,)),
+            ((), (-1 - _CONVOLUTIONS[name],)),
+            groups,
+            True,
         )
     if name in ("addmm", "baddbmm", "addbmm"):
         tensors = [a for a in args if isinstance(a, Tensor)] + [kwargs[k] for k in _ADDED if k in kwargs]
@@ -126,7 +132,7 @@ def _einsum(args: Sequence[Any]) -> Product | None:
     contracted = tuple(tuple(term.index(c) - len(term) for c in summed) for term in terms)
     kept = [[c for c in term if c in output and c not in other] for term, other in ((a, b), (b, a))]
     free = tuple(tuple(term.index(c) - len(term) for c in letters) for term, letters in zip(terms, kept, strict=True))
-    placed = tuple(output.index(letters[-1]) - len(output) if letters else None for letters in kept)
+    placed = tuple(tuple(output.index(c) - len(output) for c in letters) for letters in kept)
     left, right = operands
     return Product(left, right, contracted, free, placed)  # type: ignore[arg-type]
 
@@ -142,4 +148,4 @@ def _tensordot(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Product | None
     free = tuple(
         tuple(d for d in range(-t.ndim, 0) if d not in axes) for t, axes in zip((left, right), contracted, strict=True)
     )
-    return Product(left, right, contracted, free, (None, -1))  # type: ignore[arg-type]
+    return Product(left, right, contracted, free, ((), tuple(range(-len(free[1]), 0))))  # type: ignore[arg-type]

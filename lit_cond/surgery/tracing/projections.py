@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
+from lit_cond.surgery.sites import MatrixLayout, RowSet
 from lit_cond.surgery.tracing.graph import Node, WeightUse
 from lit_cond.surgery.tracing.operations import Product
 
@@ -39,12 +43,9 @@ def weight_uses(weight: Tensor, node: Node, product: Product, side: int) -> tupl
         use = _oriented(node.parameters[0], out, product.groups)
         return (use,) if use is not None else unknown
     # Number the output channels of the weight, and let the numbers flow back to where they came from.
-    channels = 1
-    for axis in out:
-        channels *= weight.shape[axis]
-    numbers = torch.arange(1, channels + 1, device=weight.device, dtype=weight.dtype)
     shape = [weight.shape[axis] if axis in out else 1 for axis in range(weight.ndim)]
-    seed = numbers.view(shape).expand(weight.shape)
+    numbers = torch.arange(1, math.prod(shape) + 1, device=weight.device, dtype=torch.float64)
+    seed = numbers.view(shape).to(weight.dtype).expand(weight.shape)
     uses = []
     for parameter in node.parameters:
         with torch.enable_grad():
@@ -55,10 +56,11 @@ def weight_uses(weight: Tensor, node: Node, product: Product, side: int) -> tupl
         if ones is None or flowed is None or not bool(((ones == 0) | (ones == 1)).all()):
             return unknown
         varying = [a for a in range(flowed.ndim) if not bool((flowed == flowed.narrow(a, 0, 1)).all())]
-        use = _oriented(parameter, varying, product.groups)
+        use = _oriented(parameter, varying or [0], product.groups)
         if use is None:
             return unknown
-        uses.append(use)
+        layout = MatrixLayout(RowSet.span(0, 0), use.transposed, use.out_axes)
+        uses.append(replace(use, channels=layout.oriented(flowed)[:, 0].round().long() - 1))
     return tuple(uses)
 
 

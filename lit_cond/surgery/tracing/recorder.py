@@ -1,8 +1,8 @@
 """Recording one forward pass: every torch function that runs, and the attention in it.
 
-The graph that autograd keeps is cut at the input of every projection (a product with a weight). So a query, key or
-value leads back to the weights that made it and to nothing else, the rows with a gradient are exactly those that reach
-it, and all that lies before is freed while the pass goes on.
+The graph that autograd keeps is cut at every projection (a product with a weight): what it returns is a fresh leaf. So
+a query, key or value leads back to the projections that made it and to nothing else, the output channels with a
+gradient are exactly those that reach it, and all that lies before is freed while the pass goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from lit_cond.surgery.tracing.projections import is_depthwise, mixes_heads, weig
 __all__ = ["Attention", "Recorder"]
 
 # Products and softmaxes whose values are kept at a time: between the scores and the weighted sum lie few others.
-_KEPT = 48
+_KEPT_PRODUCTS = 48
+# Projections, likewise: between them and the attention that they serve.
+_KEPT_PROJECTIONS = 24
 
 
 class Attention:
@@ -76,7 +78,8 @@ class Recorder(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(p): p for p in model.parameters()}
         self._places: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
-        self._kept: deque[Node] = deque()
+        self._products: deque[Node] = deque()
+        self._projections: deque[Node] = deque()
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -144,12 +147,14 @@ class Recorder(TorchFunctionMode):
         inputs = list(tensors_in(args)) + list(tensors_in(kwargs))
         node = Node(len(self.nodes), name, [self.node_of(t) for t in inputs], self.call)
         if product is not None:
-            activation = self._projected(node, product)
-            if activation is not None:
-                cut = activation.detach()
-                args, kwargs = _replaced(args, activation, cut), _replaced(kwargs, activation, cut)
+            self._classify(node, product)
         in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if in_place or name.startswith("__i"):
+        if node.weights:
+            with torch.no_grad():
+                leaf = func(*args, **kwargs).detach().requires_grad_()
+            self._keep(self._projections, _KEPT_PROJECTIONS, node, leaf)
+            result = leaf.clone()  # a leaf itself could not be changed in place
+        elif in_place or name.startswith("__i"):
             result = func(*args, **kwargs)
         else:
             # Parts of a model may run without gradients, frozen towers for instance.
@@ -193,35 +198,34 @@ class Recorder(TorchFunctionMode):
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
                 node.axis = axis if isinstance(axis, int) else -1
                 node.softmaxes = (node,)
-                self._keep(node, outputs[0])
+                self._keep(self._products, _KEPT_PRODUCTS, node, outputs[0])
         self.nodes.append(node)
         for parent in node.parents:
             parent.children.append(node)
         for tensor in outputs:
             self._place(tensor, node)
 
-    def _keep(self, node: Node, tensor: Tensor) -> None:
+    @staticmethod
+    def _keep(kept: deque[Node], count: int, node: Node, tensor: Tensor) -> None:
         node.tensor = tensor
-        self._kept.append(node)
-        if len(self._kept) > _KEPT:
-            old = self._kept.popleft()
+        kept.append(node)
+        if len(kept) > count:
+            old = kept.popleft()
             old.tensor, old.product = None, None
 
-    def _projected(self, node: Node, product: Product) -> Tensor | None:
-        """Note the weights of a projection and return what it projects; None for a product of another kind."""
+    def _classify(self, node: Node, product: Product) -> None:
+        """Tell a projection, with its weights, from a product of two activations."""
         sides = (product.left, product.right)
         nodes = [self.node_of(t) for t in sides]
         weight = next((i for i in (1, 0) if nodes[i].parameters and sides[i].ndim >= 2), None)
         if weight is None and (product.weight_only or (node.name == "linear" and not nodes[1].from_input)):
             weight = 1
         if weight is None:
-            node.is_product = not any(free is None for free in product.placed)
-            return None
-        if is_depthwise(product) or mixes_heads(product, weight, nodes):
-            return None
-        node.source = nodes[1 - weight]
-        node.weights = weight_uses(sides[weight], nodes[weight], product, weight)
-        return sides[1 - weight]
+            node.is_product = all(product.placed)
+        elif not is_depthwise(product) and not mixes_heads(product, weight, nodes):
+            node.source = nodes[1 - weight]
+            node.weights = weight_uses(sides[weight], nodes[weight], product, weight)
+            node.channels = product.placed[weight]
 
     def _multiply(self, node: Node, product: Product, output: Tensor) -> None:
         """Take up a product of two activations: scores, or the average of values by a softmax of scores."""
@@ -230,8 +234,8 @@ class Recorder(TorchFunctionMode):
             return
         nodes = [self.node_of(t) for t in sides]
         operands = [
-            Operand(tensor, side, axes[0], place if place is not None else -1)
-            for tensor, side, axes, place in zip(sides, nodes, product.contracted, product.placed, strict=True)
+            Operand(tensor, side, axes[0], places[-1])
+            for tensor, side, axes, places in zip(sides, nodes, product.contracted, product.placed, strict=True)
         ]
         softmaxes = [side.softmaxes for side in nodes]
         node.product = (operands[0], operands[1])
@@ -240,7 +244,7 @@ class Recorder(TorchFunctionMode):
                 for softmax in softmaxes[i]:
                     self._average(node, softmax, operands[1 - i])
         node.products, node.softmaxes = (node,), ()
-        self._keep(node, output)
+        self._keep(self._products, _KEPT_PRODUCTS, node, output)
 
     def _average(self, node: Node, softmax: Node, value: Operand) -> None:
         alive = [p for p in softmax.products if p.product is not None]
@@ -310,16 +314,6 @@ def _name(func: Any) -> str:
 
 def _union(groups: Iterator[tuple[Node, ...]] | Any) -> tuple[Node, ...]:
     return tuple(dict.fromkeys(node for group in groups for node in group))
-
-
-def _replaced(value: Any, old: Tensor, new: Tensor) -> Any:
-    if value is old:
-        return new
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        return type(value)([_replaced(item, old, new) for item in value])
-    if isinstance(value, dict):
-        return {key: _replaced(item, old, new) for key, item in value.items()}
-    return value
 
 
 def _asks(softmax: Node, scores: Node) -> int:

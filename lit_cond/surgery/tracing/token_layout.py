@@ -37,17 +37,17 @@ def stream(node: Node, until: Collection[Node] = ()) -> Iterator[Node]:
 
 
 def tokens_first(core: Node, tokens: Node, batch: int | None) -> bool:
-    """Say whether tokens come as (tokens, batch, channels).
+    """Say whether another axis, that of the tokens as a rule, stands before that of the batch.
 
     Args:
         core: The attention operation that they reach.
         tokens: The tokens.
         batch: Size of the batch.
     """
-    if len(tokens.shape) != 3:
+    if len(tokens.shape) < 3:
         return False
     first, second = tokens.shape[:2]
-    if core.call is not None and isinstance(core.call.module, nn.MultiheadAttention) and core.call.inputs:
+    if len(tokens.shape) == 3 and core.call is not None and isinstance(core.call.module, nn.MultiheadAttention) and core.call.inputs:
         # It says itself what its own input is; the block may turn that round.
         shape = core.call.inputs[0][1].shape
         if len(shape) == 3 and shape[:2] in ((first, second), (second, first)):
@@ -71,12 +71,11 @@ def prefix_length(tokens: Node, axis: int) -> int:
         if node.name not in JOINS or len(node.shape) != len(tokens.shape) or node.axis != axis:
             continue
         parts = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
-        longest = max((p for p in parts if p.from_input), key=lambda p: p.shape[axis], default=None)
-        for parent in parts:
-            if parent is longest:
-                break
-            if not parent.from_input and parent.differentiable:
-                count += parent.shape[axis]
+        if not node.from_input or not parts:  # encodings of positions may be joined too
+            continue
+        longest = max((p for p in parts if p.from_input), key=lambda p: p.shape[axis])
+        before = parts[: parts.index(longest)]
+        count += sum(p.shape[axis] for p in before if not p.from_input and p.differentiable)
     return count
 
 

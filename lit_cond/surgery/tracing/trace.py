@@ -141,16 +141,20 @@ def _batch(sample: Sample) -> int | None:
 
 def _anchor(core: Core) -> Call | None:
     """Return the innermost call around the attention in which some of its operands were projected."""
-    inside = {id(call) for group in core.sources.values() for s in group if s.call for call in s.call.around()}
+    inside = {id(call) for group in core.sources.values() for s in group for call in _calls(s)}
     around = core.node.call.around() if core.node.call is not None else ()
     return next((call for call in around if id(call) in inside), None)
+
+
+def _calls(source: Source) -> list[Call]:
+    return list(source.node.call.around()) if source.node.call is not None else []
 
 
 def _drop_residual_stream(core: Core, anchor: Call, before: Sequence[tuple[int, Call]]) -> bool:
     """Drop what made an operand that is the residual stream itself: other layers ran since its first part was made."""
     dropped = False
     for role, sources in core.sources.items():
-        oldest = min((s.index for s in _inside(sources, anchor)), default=core.node.index)
+        oldest = min((s.node.index for s in _inside(sources, anchor)), default=core.node.index)
         between = (call for index, call in before if index > oldest and call is not anchor)
         if any(outer is anchor for call in between for outer in call.around()):
             core.sources[role] = []
@@ -161,7 +165,7 @@ def _drop_residual_stream(core: Core, anchor: Call, before: Sequence[tuple[int, 
 
 def _inside(sources: Iterable[Source], anchor: Call) -> list[Source]:
     """Keep what was projected in the layer itself: a shared key or a global query belongs to another place."""
-    return [s for s in sources if s.call is not None and any(call is anchor for call in s.call.around())]
+    return [s for s in sources if any(call is anchor for call in _calls(s))]
 
 
 def _key(core: Core, anchor: Call) -> object:
@@ -196,13 +200,11 @@ def _site(layer: _Layer, owners: dict[int, list[tuple[str, str, nn.Module]]]) ->
         else:
             notes[role] = core.problems.get(role) or "it is made outside of the layer"
     rows = {role: _count(layer.sources[role], places.get(role, ())) for role in ROLES}
-    width = core.head_width
-    heads = _quotient(rows["query"], width)
     return TracedSite(
         layer.anchor.name,
         places,
-        heads,
-        _quotient(rows["key"], width) if rows["key"] else heads,
+        _quotient(rows["query"], core.head_width) or core.heads[0],
+        _quotient(rows["key"], core.head_width) or core.heads[1],
         _kind(layer, places),
         all(c.causal for c in layer.cores),
         notes,
@@ -220,7 +222,7 @@ def _quotient(rows: int, width: int) -> int | None:
 
 def _place(source: Source, layout: MatrixLayout, owners: dict[int, list[tuple[str, str, nn.Module]]]) -> Place:
     candidates = owners[id(source.parameter)]
-    around = [call.module for call in source.call.around()] if source.call is not None else []
+    around = [call.module for call in _calls(source)]
     # Tied weights have several owners; the one that ran is meant.
     owner, tensor, _ = min(
         candidates, key=lambda c: next((i for i, module in enumerate(around) if module is c[2]), len(around))
@@ -244,13 +246,19 @@ def _kind(layer: _Layer, places: dict[Role, tuple[Place, ...]]) -> Kind:
     key, value = ({(p.owner, p.tensor) for p in places.get(role, ())} for role in ("key", "value"))
     if len(key) > 1 and key & value:
         return "latent"
+    if not layer.sources["query"] or not layer.sources["key"]:
+        return "self"
     query_from, key_from = (_origins(layer.sources[role], layer.anchor) for role in ("query", "key"))
-    return "cross" if layer.sources["key"] and layer.sources["query"] and not query_from & key_from else "self"
+    shared = query_from & key_from
+    if any(node.from_input for node in query_from | key_from):
+        # Two streams may share a constant, as a table of positions.
+        shared = {node for node in shared if node.from_input}
+    return "self" if shared else "cross"
 
 
 def _origins(sources: Sequence[Source], anchor: Call) -> set[Node]:
     """Return what the projected tokens are made of, as far back as the inputs of the layer."""
-    waiting = [s.tokens for s in sources if s.tokens is not None]
+    waiting = [s.node.source for s in sources if s.node.source is not None]
     seen = set(waiting)
     while waiting:
         node = waiting.pop()
@@ -260,7 +268,7 @@ def _origins(sources: Sequence[Source], anchor: Call) -> set[Node]:
             if parent not in seen:
                 seen.add(parent)
                 waiting.append(parent)
-    return {node for node in seen if node.from_input}
+    return {node for node in seen if not node.parameters}
 
 
 def same_rows(a: Iterable[Place], b: Iterable[Place]) -> bool:
