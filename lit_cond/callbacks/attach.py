@@ -16,9 +16,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lit_cond.callbacks.confirm import FirstBatch
 from lit_cond.callbacks.strength_schedule import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
-from lit_cond.surgery.apply import bake_, condition_, set_strength_, strengths, unbake_, uncondition_
+from lit_cond.surgery.apply import (
+    bake_,
+    condition_,
+    set_strength_,
+    strengths,
+    targeted_sites,
+    unbake_,
+    uncondition_,
+)
 from lit_cond.surgery.checkpoint import RECORD_KEY, raw_state, restore_tokens_, to_effective, to_raw_
 from lit_cond.surgery.rules import Rule, WeightRule
 from lit_cond.surgery.tokens import token_forwards
@@ -130,6 +139,7 @@ class ConditioningCallback(Callback):
         self.rule = rule
         self._fresh = False
         self._names: list[str] = []
+        self._first_batch: FirstBatch | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -217,6 +227,22 @@ class ConditioningCallback(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._use_own_strength(trainer, pl_module)
+        untraced = [site for site in targeted_sites(pl_module, self.rule) if not site.traced]
+        self._first_batch = FirstBatch(pl_module, untraced) if untraced else None
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Confirm what was found without running the model.
+
+        Raises:
+            UnknownAttentionError: If the model computes something else.
+        """
+        if self._first_batch is not None:
+            first_batch, self._first_batch = self._first_batch, None
+            with trainer.precision_plugin.forward_context():
+                first_batch.confirm()
 
     def _use_own_strength(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Use this callback's strength, not that of a checkpoint or an earlier fit, unless a schedule moves it."""
@@ -235,6 +261,11 @@ class ConditioningCallback(Callback):
                 category=LitCondWarning,
             )
 
+    def _forget_first_batch(self) -> None:
+        if self._first_batch is not None:
+            self._first_batch.close()
+            self._first_batch = None
+
     def describe(self, pl_module: LightningModule) -> str:
         """Return a table of what this callback has changed and left alone."""
         raise NotImplementedError
@@ -243,12 +274,14 @@ class ConditioningCallback(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave effective weights in the parameters when `fit` has ended."""
         self._fresh = False
+        self._forget_first_batch()
         if stage == "fit":
             bake_(pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Leave effective weights in the parameters when `fit` was interrupted."""
+        self._forget_first_batch()
         configure = pl_module.__dict__.get("configure_model")
         while isinstance(configure, _ConfigureModel):
             configure.uninstall()

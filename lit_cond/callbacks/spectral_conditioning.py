@@ -10,11 +10,9 @@ from typing_extensions import override
 from lit_cond.callbacks.attach import ConditioningCallback
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LitCondWarning
 from lit_cond.functional.attention import predicted_attention_entropy
-from lit_cond.surgery.apply import effective_matrix, refresh_, uncondition_
-from lit_cond.surgery.find import find_attention
+from lit_cond.surgery.apply import effective_matrix, refresh_, targeted_sites, uncondition_
 from lit_cond.surgery.report import format_table, measure_weights, well_conditioned
 from lit_cond.surgery.rules import WeightRule
-from lit_cond.surgery.sites import AttentionSite
 
 __all__ = ["SpectralConditioning"]
 
@@ -114,13 +112,9 @@ class SpectralConditioning(ConditioningCallback):
         head = f"SpectralConditioning: correction={rule.correction}, scale={rule.scale}, granularity={rule.granularity}"
         return f"{head}\n{format_table(measure_weights(pl_module, exclude=rule.exclude))}"
 
-    def _selected(self, pl_module: LightningModule) -> list[AttentionSite]:
-        rule = self.rule
-        return find_attention(pl_module, rule.include, rule.exclude, layers=rule.layers, kinds=rule.kinds)
-
     def _refuse_conditioned(self, pl_module: LightningModule) -> None:
         rule = self.rule
-        reports = measure_weights(pl_module, sites=self._selected(pl_module))
+        reports = measure_weights(pl_module, sites=targeted_sites(pl_module, rule))
         reports = [r for r in reports if r.role in (rule.roles or ())]
         median = well_conditioned(reports)
         if median is None or self.allow_conditioned:
@@ -134,7 +128,7 @@ class SpectralConditioning(ConditioningCallback):
 
     def _warn_if_saturated(self, pl_module: LightningModule) -> None:
         parts = []
-        for site in self._selected(pl_module):
+        for site in targeted_sites(pl_module, self.rule):
             views = [site.matrix_view(role) for role in ("query", "key")]
             if site.kind != "self" or not site.num_heads or None in views:
                 continue

@@ -39,6 +39,7 @@ __all__ = [
     "refresh_",
     "set_strength_",
     "strengths",
+    "targeted_sites",
     "unbake_",
     "uncondition_",
 ]
@@ -73,6 +74,13 @@ def condition_(model: nn.Module, rule: Rule) -> None:
         _condition_weights(model, rule)
 
 
+def targeted_sites(model: nn.Module, rule: Rule) -> list[AttentionSite]:
+    """Return the attention layers that a rule selects, or before which it corrects tokens."""
+    if isinstance(rule, TokenRule):
+        return [site.attention for site in find_token_sites(model, rule.include)]
+    return find_attention(model, rule.include, rule.exclude, layers=rule.layers, kinds=rule.kinds)
+
+
 def _condition_tokens(model: nn.Module, rule: TokenRule) -> None:
     sites = find_token_sites(model, rule.include)
     present = {forward.module for _, forward in token_forwards(model)}
@@ -88,7 +96,7 @@ def _condition_tokens(model: nn.Module, rule: TokenRule) -> None:
 def _condition_weights(model: nn.Module, rule: WeightRule) -> None:
     targets = [
         _Target(site, role, view)
-        for site in find_attention(model, rule.include, rule.exclude, layers=rule.layers, kinds=rule.kinds)
+        for site in targeted_sites(model, rule)
         for role, view in site
         if role in (rule.roles or ())
     ]

@@ -7,7 +7,7 @@ those that reached it. The table of layouts serves what no pass has reached. Whe
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean
 from lit_cond.surgery.tracing.entrance import Entrance
 from lit_cond.surgery.tracing.trace import Trace, TracedSite, trace_attention
 
-__all__ = ["Survey", "survey_attention"]
+__all__ = ["Survey", "survey_attention", "trace_and_remember"]
 
 _NO_SOFTMAX = "it ran and computes no softmax of products of queries and keys"
 
@@ -100,22 +100,42 @@ _CACHE: weakref.WeakKeyDictionary[nn.Module, tuple[object, Trace]] = weakref.Wea
 def _traces(model: nn.Module, sample: Any, notes: list[str]) -> list[Trace]:
     if sample is not None:
         return [_prefixed(trace_attention(model, as_samples(sample)), "")]
-    traces = []
+    remembered = {name: trace for name, part in model.named_modules() if (trace := _recall(part)) is not None}
+    traces = [_prefixed(trace, name) for name, trace in remembered.items()]
     for name, part, samples in sampled_parts(model):
+        if any(name == seen or seen == "" or name.startswith(f"{seen}.") for seen in remembered):
+            continue
         label = clean_name(name) or type(part).__name__
         if isinstance(samples, LitCondError):
             notes.append(f"'{label}' was not traced: {samples}")
             continue
-        trace = _cached(part, samples, label, notes)
+        trace = _traced(part, samples, label, notes)
         if trace is not None:
             traces.append(_prefixed(trace, name))
     return traces
 
 
-def _cached(part: nn.Module, samples: list[Sample], label: str, notes: list[str]) -> Trace | None:
-    signature = tuple((name, tuple(p.shape)) for name, p in part.named_parameters(remove_duplicate=False))
-    if part in _CACHE and _CACHE[part][0] == signature:
-        return _CACHE[part][1]
+def _signature(part: nn.Module) -> object:
+    return tuple((name, tuple(p.shape)) for name, p in part.named_parameters(remove_duplicate=False))
+
+
+def _recall(part: nn.Module) -> Trace | None:
+    """Return the trace of a module that has not changed its parameters since."""
+    found = _CACHE.get(part)
+    return found[1] if found is not None and found[0] == _signature(part) else None
+
+
+def trace_and_remember(part: nn.Module, samples: Sequence[Sample]) -> None:
+    """Trace a module on inputs that it got in practice; later surveys of models that hold it know what was seen.
+
+    Args:
+        part: A module.
+        samples: What it was called with.
+    """
+    _CACHE[part] = (_signature(part), trace_attention(part, samples))
+
+
+def _traced(part: nn.Module, samples: list[Sample], label: str, notes: list[str]) -> Trace | None:
     if any(p.is_meta for p in part.parameters()):
         notes.append(f"'{label}' was not traced: its weights are on the meta device")
         return None
@@ -123,14 +143,13 @@ def _cached(part: nn.Module, samples: list[Sample], label: str, notes: list[str]
         notes.append(f"'{label}' was not traced: its weights are sharded")
         return None
     try:
-        trace = trace_attention(part, samples)
+        trace_and_remember(part, samples)
     except Exception as error:  # whatever a foreign forward raises
         notes.append(
             f"'{label}' was not traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         )
         return None
-    _CACHE[part] = (signature, trace)
-    return trace
+    return _recall(part)
 
 
 def _prefixed(trace: Trace, prefix: str) -> Trace:
