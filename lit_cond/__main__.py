@@ -1,4 +1,4 @@
-"""``python -m lit_cond``: the general help needs no heavy import, everything else is `lit_cond.cli`."""
+"""``python -m lit_cond``: the general help needs no heavy import, all but `inspect` is `lit_cond.cli`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ COMMANDS = {
     "validate": "evaluate a checkpoint on the validation set",
     "test": "evaluate a checkpoint on the test set",
     "predict": "run a checkpoint on the data to predict",
+    "inspect": "show the attention of a model by name or path, before anything is trained",
 }
 """The commands and what each does."""
 
 _USAGE = """\
 usage: python -m lit_cond COMMAND --config FILE [--KEY VALUE ...]
+       python -m lit_cond inspect NAME_OR_PATH
 
 Train transformers with conditioned attention, and watch their condition numbers.
 
@@ -52,12 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: The words after the program's name; None takes those of the process.
 
     Raises:
-        SystemExit: With code 2 and one line on stderr for what the user can repair, 0 after a help text.
+        SystemExit: With code 2 and one line on stderr for what the user can repair, 0 after a help text, 1 if `inspect`
+            did not understand a layer.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words or words[0] in ("-h", "--help"):
         print(usage(), end="")
         raise SystemExit(0 if words else 2)
+    if words[0] == "inspect":
+        from lit_cond import inspect_model
+
+        inspect_model.main(words[1:])
+        return
     try:
         with optional_imports("the command line"):
             from lit_cond import cli

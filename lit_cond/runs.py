@@ -21,7 +21,7 @@ from lit_cond.extras import optional_imports
 with optional_imports("lit_cond.runs"):
     from jsonargparse import ArgumentError, ArgumentParser
 
-__all__ = ["LoadedRun", "find_checkpoint", "load_run"]
+__all__ = ["LoadedRun", "find_checkpoint", "load_model", "load_run"]
 
 _CONFIG_NAME = "config.yaml"
 
@@ -66,17 +66,51 @@ def load_run(run_dir: str | Path, checkpoint: str | Path = "best") -> LoadedRun:
     config = _read_config(folder)
     path = find_checkpoint(folder, checkpoint)
     datamodule = _build_data(config, folder)
+    model = _load_model(path, config, folder, getattr(datamodule, "num_classes", None))
+    return LoadedRun(model.eval(), datamodule, config, path)
+
+
+def load_model(checkpoint: str | Path) -> LightningModule:
+    """Load the model of a checkpoint, whose class it records itself or a config.yaml up to two folders above.
+
+    Args:
+        checkpoint: A checkpoint of Lightning.
+
+    Returns:
+        The model with the weights of the checkpoint. Trained weights that its constructor would fetch are not fetched.
+
+    Raises:
+        ConfigurationError: The class is recorded nowhere, can not be imported, or needs arguments that are recorded
+            nowhere.
+        DataError: The file is not a checkpoint.
+    """
+    path = Path(checkpoint)
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"'{path}' is not a checkpoint that torch.save has written")
+    folder = next((f for f in list(path.resolve().parents)[:3] if (f / _CONFIG_NAME).is_file()), None)
+    config = {"model": None} if folder is None else _read_config(folder)
+    saved = _peek(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    if not (saved.get("_class_path") or (config["model"] or {}).get("class_path")):
+        raise ConfigurationError(
+            f"'{path}' does not record the class of its model, and there is no {_CONFIG_NAME} beside it or above: "
+            "write a function that loads it, and name that as package.module:function"
+        )
+    kwargs = {"pretrained": False} if "pretrained" in saved else {}
+    return _load_model(path, config, folder or path.parent, None, **kwargs)
+
+
+def _load_model(
+    path: Path, config: dict[str, Any], folder: Path, num_classes: int | None, **kwargs: Any
+) -> LightningModule:
     saved = _peek(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
     spec = config.get("model") or {}
     model_class = _class_at(saved.get("_class_path") or spec.get("class_path"), folder)
     arguments: dict[str, Any] = {}
     if not saved:  # a model that does not call save_hyperparameters
         arguments = dict(spec.get("init_args") or {})
-        num_classes = getattr(datamodule, "num_classes", None)
         if num_classes is not None and "num_classes" in inspect.signature(model_class).parameters:
             arguments["num_classes"] = num_classes
-    model = load_checkpoint(model_class, path, map_location="cpu", **arguments)
-    return LoadedRun(model.eval(), datamodule, config, path)
+    return load_checkpoint(model_class, path, map_location="cpu", **arguments, **kwargs)
 
 
 def find_checkpoint(run_dir: str | Path, checkpoint: str | Path = "best") -> Path:

@@ -1,4 +1,4 @@
-"""The four commands, the general help, and what a training run ends with."""
+"""The commands, the general help, and what a training run ends with."""
 
 import io
 import shlex
@@ -41,7 +41,7 @@ def test_general_help_imports_nothing_heavy(tmp_path):
 
 
 def test_commands_of_the_help_are_those_of_the_parser():
-    assert set(COMMANDS) == set(LitCondCLI.subcommands())
+    assert set(COMMANDS) == {*LitCondCLI.subcommands(), "inspect"}
 
 
 def test_summary_of_a_conditioned_run(run, tmp_path):
