@@ -17,9 +17,12 @@ __all__ = ["condition_number", "condition_of_spectrum", "singular_values"]
 # a relative error of about eps * kappa^2, here 2e-7 times a small factor. Measured on two cores in float64,
 # they take 0.4 to 0.5 of the time of `svdvals` for square matrices of 192 to 768 and a tenth for 64 x 768.
 _GRAM_LIMIT = 3e4
+# Up to this condition number a float32 Gram matrix gives singular values to _QUICK_RTOL, in 0.6 of that time.
+_QUICK_LIMIT = 4.0
+_QUICK_RTOL = 1e-5
 
 
-def singular_values(a: Tensor) -> Tensor:
+def singular_values(a: Tensor, rtol: float = 1e-6) -> Tensor:
     """Return all singular values in float64, descending.
 
     Every matrix stands for itself: one with a NaN or an infinity yields NaN and leaves the rest of the batch
@@ -29,6 +32,8 @@ def singular_values(a: Tensor) -> Tensor:
 
     Args:
         a: Matrices of shape (..., m, n) of any real type.
+        rtol: Relative error that does no harm. From 1e-5 on, matrices up to float32 are measured in float32 if their
+            condition number turns out to be at most 4, as that of a corrected weight.
 
     Returns:
         Tensor of shape (..., min(m, n)).
@@ -39,7 +44,8 @@ def singular_values(a: Tensor) -> Tensor:
     work, finite = _prepare(a)
     if work.numel() == 0:
         return work.new_full((*a.shape[:-2], min(a.shape[-2:])), float("nan"))
-    values = torch.where(finite.unsqueeze(-1), _svdvals(work), float("nan"))
+    quick = rtol >= _QUICK_RTOL and a.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    values = torch.where(finite.unsqueeze(-1), _quickly(work) if quick else _svdvals(work), float("nan"))
     return values.reshape(*a.shape[:-2], values.shape[-1])
 
 
@@ -123,11 +129,28 @@ def _svdvals(a: Tensor) -> Tensor:
     return values
 
 
-def _by_gram(a: Tensor) -> Tensor:
+def _quickly(a: Tensor) -> Tensor:
+    """Return the same to a relative error of _QUICK_RTOL, in float32 as long as the matrices are well conditioned."""
+    parts: list[Tensor] = []
+    for index in range(len(a)):
+        try:
+            values = _by_gram(a[index : index + 1], torch.float32)
+        except LinAlgError:
+            break
+        if not bool(values[0, -1] * _QUICK_LIMIT > values[0, 0]):
+            break
+        parts.append(values)
+    if len(parts) < len(a):
+        parts.append(_svdvals(a[len(parts) :]))
+    return torch.cat(parts)
+
+
+def _by_gram(a: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     scale = a.abs().amax(dim=(-2, -1), keepdim=True)
     unit = a / torch.where(scale > 0, scale, 1)
+    # The product in float64 all the same: float32 products may have been set to TF32 or bfloat16.
     gram = unit @ unit.mT if a.shape[-2] <= a.shape[-1] else unit.mT @ unit
-    eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
+    eigenvalues: Tensor = torch.linalg.eigvalsh(gram.to(dtype)).double()
     return eigenvalues.flip(-1).clamp_min(0).sqrt() * scale[..., 0]
 
 

@@ -13,6 +13,7 @@ from lit_cond.functional.polar import (
     PolarBackend,
     at_least_float32,
     largest_singular_value,
+    polar_and_norm,
     polar_factor,
     require_finite,
     require_matrix,
@@ -82,8 +83,12 @@ def spectral_correction(
         ConfigurationError: The rows do not divide, or ``scale`` or ``w`` can not be used.
     """
     blocks = _blocks(w, scale, num_blocks)
-    polar = polar_factor(blocks, backend)
-    return (_factor(blocks, scale, backend) * polar).reshape(w.shape)
+    if backend == "svd" and scale == "spectral" and blocks.numel():
+        require_finite(blocks)
+        with torch.autocast(blocks.device.type, enabled=False):
+            polar, largest = polar_and_norm(blocks)
+        return (largest[..., None, None] * polar).reshape(w.shape)
+    return (_factor(blocks, scale, backend) * polar_factor(blocks, backend)).reshape(w.shape)
 
 
 def check_scale(scale: float | str) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lit_cond.errors import ConfigurationError
+from lit_cond.functional.decomposition import polar_and_spectrum
 
 __all__ = ["DEFAULT_NUM_STEPS", "PolarBackend", "largest_singular_value", "polar_factor"]
 
@@ -42,7 +43,8 @@ def polar_factor(w: Tensor, backend: PolarBackend = "svd", num_steps: int = DEFA
     float32 and rounded back; float64 stays float64.
 
     ``backend="svd"`` is exact for every finite input; where ``w`` is rank deficient the missing directions
-    are completed to orthonormal ones, an arbitrary choice of the SVD.
+    are completed to orthonormal ones, an arbitrary choice of the SVD. Without gradient, float32 takes a cheaper
+    route where no direction is missing, see `polar_and_spectrum`.
 
     ``backend="products"`` needs matrix products only: seven Polar Express steps, then Newton-Schulz. A
     singular value ``s`` becomes ``z(s / b)``, where ``b >= sigma_max`` is a cheap bound (for a random 768 x
@@ -80,13 +82,27 @@ def polar_factor(w: Tensor, backend: PolarBackend = "svd", num_steps: int = DEFA
         work = at_least_float32(w)
         if backend == "products":
             return polar_by_products(work, num_steps).to(w.dtype)
-        with torch.no_grad():
-            u, s, vh = torch.linalg.svd(work, full_matrices=False)
-            polar: Tensor = u @ vh
-        if work.requires_grad and torch.is_grad_enabled():
-            tolerance = s.shape[-1] * torch.finfo(s.dtype).eps
-            polar = attach_polar_gradient(work, polar, u, s, vh.mT, tolerance)
-        return polar.to(w.dtype)
+        return polar_and_norm(work)[0].to(w.dtype)
+
+
+def polar_and_norm(w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the polar factor and ``sigma_max`` from one decomposition, both differentiable.
+
+    Args:
+        w: Finite tensor of shape (..., m, n), float32 or float64, with no empty dimension.
+
+    Returns:
+        Tensors of shape (..., m, n) and (...).
+    """
+    if not (w.requires_grad and torch.is_grad_enabled()):
+        polar, values = polar_and_spectrum(w)
+        return polar, values[..., 0].to(w.dtype)
+    with torch.no_grad():
+        u, s, vh = torch.linalg.svd(w, full_matrices=False)
+    tolerance = s.shape[-1] * torch.finfo(s.dtype).eps
+    polar = attach_polar_gradient(w, u @ vh, u, s, vh.mT, tolerance)
+    # With u and v held fixed, the derivative of u^T W v is that of sigma_max.
+    return polar, (u[..., :1].mT @ w @ vh[..., :1, :].mT)[..., 0, 0]
 
 
 def polar_by_products(w: Tensor, num_steps: int = DEFAULT_NUM_STEPS) -> Tensor:

@@ -155,6 +155,49 @@ def test_d3_no_convergence_at_all_is_nan_for_that_matrix_only(monkeypatch):
     torch.testing.assert_close(condition_number(batch), torch.tensor([NAN, 1.0], dtype=torch.float64), equal_nan=True)
 
 
+@pytest.mark.parametrize("shape", [(300, 300), (64, 200), (200, 64)])
+@pytest.mark.parametrize("kappas", [(2.0, 2.0, 3.9), (2.0, 1e3, 2.0), (1e6, 2.0, 1.0), (30.0, 4.5, 1.0)])
+def test_a_tolerance_is_kept(shape, kappas):
+    k = min(shape)
+    batch = torch.stack(
+        [
+            orthogonal(shape[0])[:, :k]
+            * torch.linspace(3, 3 / kappa, k, dtype=torch.float64)
+            @ orthogonal(shape[1], seed=1)[:k]
+            for kappa in kappas
+        ]
+    ).float()
+    true = torch.linalg.svdvals(batch.double())
+    torch.testing.assert_close(singular_values(batch, rtol=1e-5), true, rtol=1e-5, atol=0)
+    torch.testing.assert_close(singular_values(batch), true, rtol=1e-6, atol=0)
+
+
+def test_a_tolerance_spares_float64_where_the_spectrum_allows(monkeypatch):
+    seen = []
+    original = torch.linalg.eigvalsh
+
+    def recorded(a):
+        seen.append(a.dtype)
+        return original(a)
+
+    monkeypatch.setattr(torch.linalg, "eigvalsh", recorded)
+    narrow, wide = torch.diag(torch.tensor([1.5, 1.0])), torch.diag(torch.tensor([9.0, 1.0]))
+    singular_values(torch.stack([narrow, narrow, wide, narrow]), rtol=1e-5)
+    assert seen == [torch.float32] * 3 + [torch.float64]
+    seen.clear()
+    singular_values(narrow)
+    singular_values(narrow.double(), rtol=1e-5)
+    assert seen == [torch.float64] * 2
+
+
+def test_a_tolerance_changes_nothing_for_bad_matrices(monkeypatch):
+    good, bad = torch.eye(3), torch.full((3, 3), NAN)
+    values = singular_values(torch.stack([good, bad, torch.zeros(3, 3), 2 * good]), rtol=1e-5)
+    torch.testing.assert_close(values[:, 0], torch.tensor([1, NAN, 0, 2], dtype=torch.float64), equal_nan=True)
+    fails(monkeypatch, "eigvalsh", lambda a: True)
+    assert float(singular_values(good, rtol=1e-5)[0]) == pytest.approx(1)
+
+
 def test_condition_of_a_known_spectrum_follows_the_same_rule():
     values = torch.tensor([[1.0, 0.5], [1.0, 1e-7], [0.0, 0.0], [NAN, NAN]], dtype=torch.float64)
     expected = torch.tensor([2.0, INF, INF, NAN], dtype=torch.float64)
