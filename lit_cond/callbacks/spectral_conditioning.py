@@ -11,7 +11,7 @@ from lit_cond.callbacks.attach import ConditioningCallback
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LitCondWarning
 from lit_cond.functional.attention import predicted_attention_entropy
 from lit_cond.surgery.apply import effective_matrix, refresh_, targeted_sites, uncondition_
-from lit_cond.surgery.report import format_table, measure_weights, well_conditioned
+from lit_cond.surgery.report import WeightReport, format_table, measure_weights, well_conditioned
 from lit_cond.surgery.rules import WeightRule
 
 __all__ = ["SpectralConditioning"]
@@ -77,6 +77,7 @@ class SpectralConditioning(ConditioningCallback):
         self.refresh_every_n_steps = refresh_every_n_steps
         self.allow_conditioned = allow_conditioned
         self._refreshed_at = 0
+        self._reports: list[WeightReport] | None = None
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -85,9 +86,13 @@ class SpectralConditioning(ConditioningCallback):
         Raises:
             AlreadyConditionedError: If the raw weights are better conditioned than chance allows.
         """
-        if self._fresh and not self.was_loaded(pl_module):
-            self._refuse_conditioned(pl_module)
-        super().on_fit_start(trainer, pl_module)
+        try:
+            if self._fresh and not self.was_loaded(pl_module):
+                self._reports = self._measure(pl_module)
+                self._refuse_conditioned(pl_module, self._reports)
+            super().on_fit_start(trainer, pl_module)
+        finally:
+            self._reports = None
         if self._fresh:
             self._warn_if_saturated(pl_module)
 
@@ -110,13 +115,15 @@ class SpectralConditioning(ConditioningCallback):
         """Return the table of the query, key and value weights: changed or left alone, condition numbers."""
         rule = self.rule
         head = f"SpectralConditioning: correction={rule.correction}, scale={rule.scale}, granularity={rule.granularity}"
-        return f"{head}\n{format_table(measure_weights(pl_module, exclude=rule.exclude))}"
+        return f"{head}\n{format_table(self._reports or self._measure(pl_module))}"
 
-    def _refuse_conditioned(self, pl_module: LightningModule) -> None:
+    def _measure(self, pl_module: LightningModule) -> list[WeightReport]:
+        return measure_weights(pl_module, exclude=self.rule.exclude)
+
+    def _refuse_conditioned(self, pl_module: LightningModule, reports: list[WeightReport]) -> None:
         rule = self.rule
-        reports = measure_weights(pl_module, sites=targeted_sites(pl_module, rule))
-        reports = [r for r in reports if r.role in (rule.roles or ())]
-        median = well_conditioned(reports)
+        names = {site.name for site in targeted_sites(pl_module, rule)}
+        median = well_conditioned(r for r in reports if r.name in names and r.role in (rule.roles or ()))
         if median is None or self.allow_conditioned:
             return
         uncondition_(pl_module, rule)

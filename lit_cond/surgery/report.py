@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from lit_cond.errors import LostTargetError
 from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
 from lit_cond.surgery.apply import existing
 from lit_cond.surgery.find import find_attention
@@ -17,7 +18,7 @@ from lit_cond.surgery.selection import Pattern
 from lit_cond.surgery.sites import AttentionSite, Role
 from lit_cond.surgery.weights import gathered
 
-__all__ = ["WeightReport", "format_table", "measure_weights", "spectra", "well_conditioned"]
+__all__ = ["WeightReport", "format_table", "is_plain", "measure_weights", "spectra", "well_conditioned"]
 
 # Random n x n matrices have a condition number of about 2.6 n; below this factor of n a square matrix was not left to
 # chance. Rectangular ones are well conditioned by nature and say nothing.
@@ -51,15 +52,20 @@ class WeightReport:
     corrections: tuple[str, ...]
 
 
-def spectra(matrices: Sequence[Tensor]) -> list[tuple[float, Tensor]]:
-    """Return the condition number and the singular values of each matrix, those of one shape in one go."""
+def spectra(matrices: Sequence[Tensor], rtol: float = 1e-6) -> list[tuple[float, Tensor]]:
+    """Return the condition number and the singular values of each matrix, those of one shape in one go.
+
+    Args:
+        matrices: Matrices of any shape.
+        rtol: Relative error that does no harm, see `singular_values`.
+    """
     by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_shape[tuple(matrix.shape)].append(index)
     result: dict[int, tuple[float, Tensor]] = {}
     for shape, indices in by_shape.items():
         stacked = torch.stack([matrices[i] for i in indices])
-        values = singular_values(stacked)
+        values = singular_values(stacked, rtol)
         numbers = condition_of_spectrum(values, shape, stacked.dtype).tolist()
         result.update(zip(indices, zip(numbers, values, strict=True), strict=True))
     return [result[index] for index in range(len(matrices))]
@@ -91,16 +97,15 @@ def measure_weights(
         for role, view in site
     ]
     weights = [existing(view.module, view.tensor_name) for _, _, view in views]
-    effective, raw, changed = [], [], []
-    for (_, _, view), weight in zip(views, weights, strict=True):
-        if weight is None:
-            effective.append(view.layout.matrix(gathered(view.parameter.detach())))
-            continue
-        effective.append(view.layout.matrix(gathered(weight.current_effective)))
-        changed.append(len(effective) - 1)
-        raw.append(view.layout.matrix(gathered(weight.current_raw)))
-    measured = spectra(effective)
-    raw_numbers = dict(zip(changed, (number for number, _ in spectra(raw)), strict=True))
+    raw, corrected = [], {}
+    for i, ((_, _, view), weight) in enumerate(zip(views, weights, strict=True)):
+        parameter = view.parameter.detach() if weight is None else weight.current_raw
+        raw.append(view.layout.matrix(gathered(parameter)))
+        if weight is not None and any(torch.isin(view.layout.rows.indices(), t.rows).any() for t in weight.terms):
+            corrected[i] = view.layout.matrix(gathered(weight.current_effective))
+    before = spectra(raw)
+    # The table shows four digits, and a corrected matrix is cheaper to measure to five.
+    measured = dict(enumerate(before)) | dict(zip(corrected, spectra(list(corrected.values()), 1e-5), strict=True))
     return [
         WeightReport(
             name=site.name,
@@ -108,7 +113,7 @@ def measure_weights(
             shape=(len(view.layout.rows), view.in_features),
             heads=site.heads(role),
             stored=f"{view.owner_name}.{view.tensor_name}{view.layout.rows}",
-            raw=raw_numbers.get(i, measured[i][0]),
+            raw=before[i][0],
             effective=measured[i][0],
             spectrum=measured[i][1],
             corrections=tuple(
@@ -133,8 +138,22 @@ def well_conditioned(reports: Iterable[WeightReport]) -> float | None:
     return statistics.median(raw for raw, _ in square) if ratio < _SUSPICIOUS else None
 
 
-def format_table(reports: Sequence[WeightReport]) -> str:
-    """Return the reports as a plain text table."""
+def is_plain(site: AttentionSite) -> bool:
+    """Whether all weights of a layer are floating-point parameters, so that they can be measured."""
+    try:
+        return all(view.parameter.is_floating_point() for _, view in site)
+    except LostTargetError:
+        return False
+
+
+def format_table(reports: Sequence[WeightReport], reasons: Mapping[str, str] | None = None) -> str:
+    """Return the reports as a plain text table.
+
+    Args:
+        reports: The reports.
+        reasons: Why matrices of a layer without a correction were left alone, by the layer's name.
+    """
+    reasons = reasons or {}
     header = ("layer", "matrix", "shape", "heads", "stored in", "kappa W", "kappa W+C", "correction")
     rows = [
         (
@@ -145,7 +164,7 @@ def format_table(reports: Sequence[WeightReport]) -> str:
             r.stored,
             f"{r.raw:.4g}",
             f"{r.effective:.4g}" if r.corrections else "-",
-            ", ".join(r.corrections) or "left alone",
+            ", ".join(r.corrections) or "left alone" + (f": {reasons[r.name]}" if r.name in reasons else ""),
         )
         for r in reports
     ]
