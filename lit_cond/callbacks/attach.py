@@ -16,6 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lit_cond.callbacks.charts import log_text
 from lit_cond.callbacks.confirm import FirstBatch
 from lit_cond.callbacks.strength_schedule import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
@@ -218,7 +219,9 @@ class ConditioningCallback(Callback):
                 term.to_(weight.parameter.device)
         for _, forward in token_forwards(pl_module):
             forward.to_(pl_module.device)
-        rank_zero_info(self.describe(pl_module))
+        text = self.describe(pl_module)
+        rank_zero_info(text)
+        log_text(trainer, f"lit_cond/{type(self).__name__}", text)
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -267,7 +270,7 @@ class ConditioningCallback(Callback):
             self._first_batch = None
 
     def describe(self, pl_module: LightningModule) -> str:
-        """Return a table of what this callback has changed and left alone."""
+        """Return a table of what this callback has changed and left alone, and why; also logged as a text."""
         raise NotImplementedError
 
     @override

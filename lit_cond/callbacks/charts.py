@@ -1,4 +1,4 @@
-"""Histograms and heat maps for the loggers that can show them."""
+"""Histograms, heat maps and tables for the loggers that can show them."""
 
 import math
 import warnings
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lit_cond.errors import LitCondWarning
 
-__all__ = ["HeatMap", "log_figure", "log_histogram"]
+__all__ = ["HeatMap", "log_figure", "log_histogram", "log_text"]
 
 
 class HeatMap:
@@ -87,3 +87,9 @@ def log_figure(trainer: Trainer, name: str, heat_map: HeatMap, step: int) -> Non
         return
     for experiment in experiments:
         experiment.add_figure(name, figure, global_step=step)
+
+
+def log_text(trainer: Trainer, name: str, text: str) -> None:
+    """Log a plain text, its columns kept, where a logger takes texts."""
+    for experiment in _experiments(trainer, "add_text"):
+        experiment.add_text(name, f"```\n{text}\n```", global_step=trainer.global_step)

@@ -141,9 +141,12 @@ def _token_site_as_dict(site: TokenSite) -> dict[str, Any]:
         "class": _class_name(site.module),
         "attention": site.attention.name,
         "argument": site.argument,
+        "channels": site.channels,
         "channel_axis": site.channel_axis,
         "batch_first": site.batch_first,
         "prefix": site.prefix,
+        "causal": site.causal,
+        "called_again_in": site.scope_name if site.scope is not None else None,
     }
 
 
@@ -280,11 +283,14 @@ def _token_lines(tokens: Sequence[TokenSite] | LitCondError) -> list[str]:
     for site in tokens:
         argument = "its first tensor argument" if site.argument is None else f"argument {site.argument!r}"
         axis = "found by their number" if site.channel_axis is None else f"on axis {site.channel_axis}"
-        parts = [f"{site.name or 'the model itself'}: {argument}", f"channels {axis}"]
+        channels = "channels" if site.channels is None else f"{site.channels} channels"
+        parts = [f"{site.name or 'the model itself'}: {argument}", f"{channels} {axis}"]
         if not site.batch_first:
             parts.append("tokens before the batch")
         if site.prefix:
             parts.append(f"{_count(site.prefix, 'learned token')} first")
+        if site.scope is not None:
+            parts.append(f"the first of its calls in {site.scope_name or 'the model'}")
         lines.append("  " + ", ".join(parts))
     return lines
 

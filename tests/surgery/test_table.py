@@ -135,9 +135,9 @@ def test_reasons_are_shown_and_folded():
 
 def test_where_tokens_enter():
     survey = deep(1)
-    site = TokenSite("blocks.0", nn.Identity(), survey.sites[0], 0, 2, False, 5)
+    site = TokenSite("blocks.0", nn.Identity(), survey.sites[0], 0, 2, False, 5, channels=12)
     lines = format_survey(survey, [site]).splitlines()
-    expected = "  blocks.0: argument 0, channels on axis 2, tokens before the batch, 5 learned tokens first"
+    expected = "  blocks.0: argument 0, 12 channels on axis 2, tokens before the batch, 5 learned tokens first"
     assert lines[lines.index("tokens enter at") + 1] == expected
     assert survey_as_dict(survey, [site])["token_sites"][0]["prefix"] == 5
     reason = NoMatchingTargetError("no list of blocks")
