@@ -58,7 +58,11 @@ def valid_tokens(arguments: Mapping[str, Any], batch: int, length: int) -> Tenso
         if mask.ndim == 2 and mask.shape == (batch, length) and name == "attention_mask":
             return _keeps(mask, additive=mask.is_floating_point() and bool((mask < 0).any()))
         if mask.ndim == 4 and mask.shape[-1] == length:
-            seen = _keeps(mask, additive=mask.is_floating_point()).any(dim=2).any(dim=1)
+            seen = _keeps(mask, additive=mask.is_floating_point())
+            if mask.dtype == torch.bool and mask.shape[2] == length:
+                # Some models (MPT) mark what is hidden. Every real token sees itself.
+                seen = seen ^ ~seen.diagonal(dim1=2, dim2=3).any()
+            seen = seen.any(dim=2).any(dim=1)
             return seen.expand(batch, length)
     for name, mask in arguments.items():
         known = name in _PADDING_NAMES or name in _ATTENTION_NAMES or name.startswith("memory")
@@ -91,8 +95,13 @@ def leaks_from_future(arguments: Mapping[str, Any]) -> bool:
         mask = arguments.get(name)
         if not isinstance(mask, Tensor) or mask.ndim < 2 or mask.shape[-1] != mask.shape[-2] or mask.shape[-1] < 2:
             continue
-        # torch's boolean `src_mask` is True where seeing is forbidden; transformers' is True where it is allowed.
-        keeps = ~mask if mask.dtype == torch.bool and name != "attention_mask" else _keeps(mask, additive=True)
+        keeps = _keeps(mask, additive=True)
+        if mask.dtype == torch.bool:
+            # torch's boolean `src_mask` is True where seeing is forbidden; transformers' is True where it is allowed.
+            # The diagonal tells: a token sees itself, unless it is padding.
+            own = mask.diagonal(dim1=-2, dim2=-1)
+            hides = not bool(own.any()) or (name != "attention_mask" and not bool(own.all()))
+            keeps = mask ^ hides
         above = torch.ones(mask.shape[-2:], dtype=torch.bool, device=mask.device).triu(1)
         if not bool((keeps & above).any()) and bool((keeps & ~above).any()):
             return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ def _token_site(
         scope = modules[scope_name]
     axis = entrance.channel_axis
     if axis is None:
-        axis = _channel_axis(entrance.shape, first.width)
+        axis = _channel_axis(entrance.shape, {view.in_features for _, view in first})
     said = isinstance(first.module, nn.MultiheadAttention) or first.batch_first
     return TokenSite(
         name,
@@ -156,9 +156,9 @@ def _sibling(name: str, modules: Mapping[str, nn.Module], entrances: Mapping[str
     return None
 
 
-def _channel_axis(shape: Sequence[int], width: int) -> int | None:
-    """Return the one axis that has as many entries as the layer has channels, -1 if it is the last."""
-    axes = [axis for axis, size in enumerate(shape) if size == width]
+def _channel_axis(shape: Sequence[int], widths: Set[int]) -> int | None:
+    """Return the one axis that has as many entries as a matrix of the layer has columns, -1 for the last."""
+    axes = [axis for axis, size in enumerate(shape) if size in widths]
     if len(axes) != 1:
         return None
     return -1 if axes[0] == len(shape) - 1 else axes[0]

@@ -242,12 +242,21 @@ class TokenForward(InstanceForward):
         )
 
     def matrices(self, tokens: Tensor) -> Tensor:
-        """Return the tokens as one matrix for each sample (batch, tokens, channels)."""
+        """Return the tokens as one matrix for each sample (batch, tokens, channels).
+
+        Raises:
+            ConfigurationError: If they are a stack with something else than tokens before the batch.
+        """
         moved = tokens.movedim(self.channel_axis(tokens), -1)
         if moved.ndim == 2:
             return moved.unsqueeze(0)
         if moved.ndim == 3 and not self.batch_first:
             return moved.transpose(0, 1)
+        if not self.batch_first:
+            raise ConfigurationError(
+                f"the tokens {tuple(tokens.shape)} at '{self.name}' are a stack of several streams for each sample, "
+                "which make no one matrix; name another block with `include`"
+            )
         return moved.flatten(1, -2)
 
     def correct(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -294,7 +303,7 @@ class TokenForward(InstanceForward):
             tokens: The tokens.
             starts: Where each sequence starts, and the end of the last (sequences + 1,).
         """
-        return torch.cat(self._correct_sequences(tokens.split(starts.diff().tolist())))
+        return torch.cat(self._correct_sequences(torch.split(tokens, starts.diff().tolist())))
 
     def _correct_sequences(self, sequences: Sequence[Tensor]) -> list[Tensor]:
         """Correct sequences of different lengths, each (tokens, channels)."""

@@ -35,7 +35,7 @@ class Entrance:
         argument: Position or name of the argument.
         shape: Shape of the tokens in the traced pass.
         attention: Dotted name of the module in which the attention ran.
-        continues: Whether these tokens are those of an earlier entrance, added to, and nothing else.
+        continues: Whether these tokens are made of those of an earlier entrance and of nothing else of the input.
         learned: Whether they are the same whatever the input is (class tokens, queries).
         tokens_first: Whether they come as (tokens, batch, channels).
         prefix: Learned tokens (class, registers) that stand before those of the input.
@@ -99,10 +99,10 @@ def find_entrances(
                 argument,
                 node.shape,
                 core.call.name if core.call is not None else "",
-                continues=not news and not made_of.isdisjoint(earlier),
+                continues=node in below and not news,
                 learned=not node.from_input,
                 tokens_first=turned,
-                prefix=prefix_length(node, 0 if turned else 1),
+                prefix=prefix_length(node, turned=turned),
                 derived=node in below,
                 rule=rule,
                 channel_axis=channel_axis(node, call),
@@ -117,9 +117,9 @@ def choose_towers(entrances: Sequence[Entrance]) -> tuple[Entrance, ...]:
     """Keep the first entrance of each tower.
 
     Tokens that are made of nothing that has entered before open a tower, unless their block stands in a list whose
-    blocks were seen. So do those that are made of earlier ones (a language model that reads images, a decoder on top
-    of an encoder) in another branch of the model, by name, unless they are the earlier ones and nothing else. A tower
-    whose tokens do not depend on the input has no entrance.
+    blocks were seen. So do those that are made of earlier ones and of more of the input (a language model that reads
+    images) in another branch of the model, by name. A tower whose tokens do not depend on the input, or are made by
+    other towers alone (a decoder on top of an encoder), has no entrance.
 
     Args:
         entrances: Of all attention, in order, from one or several passes.
@@ -135,11 +135,10 @@ def choose_towers(entrances: Sequence[Entrance]) -> tuple[Entrance, ...]:
         # Blocks in one list, or numbered stages, are one tower.
         branch = path[shared].rstrip("0123456789").rstrip("_")
         parent = ".".join(path[:-1])
-        new = branch not in branches and not entrance.continues
-        if parent not in lists and (new or not entrance.derived) and not entrance.learned:
+        opens = not entrance.derived or (branch not in branches and not entrance.continues)
+        if opens and parent not in lists and not entrance.learned:
             towers.setdefault(entrance.module, entrance)
-        if new or not entrance.derived:
-            branches.add(branch)
+        branches.add(branch)
         lists.add(parent)
     return tuple(towers.values())
 

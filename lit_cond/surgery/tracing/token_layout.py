@@ -47,16 +47,17 @@ def tokens_first(core: Node, tokens: Node, batch: int | None) -> bool:
     if len(tokens.shape) < 3:
         return False
     first, second = tokens.shape[:2]
-    if len(tokens.shape) == 3 and core.call is not None and isinstance(core.call.module, nn.MultiheadAttention) and core.call.inputs:
+    call = core.call
+    if len(tokens.shape) == 3 and call is not None and isinstance(call.module, nn.MultiheadAttention) and call.inputs:
         # It says itself what its own input is; the block may turn that round.
-        shape = core.call.inputs[0][1].shape
+        shape = call.inputs[0][1].shape
         if len(shape) == 3 and shape[:2] in ((first, second), (second, first)):
             swapped = first != second and shape[:2] == (second, first)
-            return bool(core.call.module.batch_first) == swapped
+            return bool(call.module.batch_first) == swapped
     return first != batch and second == batch
 
 
-def prefix_length(tokens: Node, axis: int) -> int:
+def prefix_length(tokens: Node, *, turned: bool = False) -> int:
     """Return how many learned tokens were put before the others.
 
     What stands before the longest part that depends on the input counts: registers are put between the class token and
@@ -64,11 +65,13 @@ def prefix_length(tokens: Node, axis: int) -> int:
 
     Args:
         tokens: The tokens.
-        axis: The axis that counts them.
+        turned: Whether they stand before the batch; they may have been joined behind it all the same.
     """
     count = 0
+    axes = (0, 1) if turned else (1,)
     for node in stream(tokens):
-        if node.name not in JOINS or len(node.shape) != len(tokens.shape) or node.axis != axis:
+        axis = node.axis
+        if node.name not in JOINS or len(node.shape) != len(tokens.shape) or axis not in axes:
             continue
         parts = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
         if not node.from_input or not parts:  # encodings of positions may be joined too
@@ -91,12 +94,14 @@ def channel_axis(tokens: Node, block: Call) -> int | None:
     """
     sizes = sorted(tokens.shape)
     waiting = [
-        (child.index, id(child), child, tokens, False) for child in tokens.children if child.index >= block.first
+        (child.index, id(child), id(tokens), child, tokens, False)
+        for child in tokens.children
+        if child.index >= block.first
     ]
     heapq.heapify(waiting)
     seen: set[Node] = set()
     while waiting:
-        _, _, node, parent, turned = heapq.heappop(waiting)
+        *_, node, parent, turned = heapq.heappop(waiting)
         if node in seen or node.index - block.first > _REACH:
             continue
         seen.add(node)
@@ -106,7 +111,7 @@ def channel_axis(tokens: Node, block: Call) -> int | None:
         if sorted(node.shape) == sizes and not node.weights:
             around = turned or node.name in _TURNS
             for child in node.children:
-                heapq.heappush(waiting, (child.index, id(child), child, node, around))
+                heapq.heappush(waiting, (child.index, id(child), id(node), child, node, around))
     return None
 
 
