@@ -56,7 +56,11 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         samples = [_main_sample(facts, parameters, {name for method in separate for name in TOWERS[method]})]
     except ConfigurationError:
         samples = [sample for name, child in model.named_children() for sample in _part_samples(name, child)]
-        separate = [] if samples else separate or [method for method in TOWERS if hasattr(model, method)][:1]
+        separate = (
+            []
+            if samples
+            else separate or [method for method in TOWERS if hasattr(model, method) and _has_tower(model, method)][:1]
+        )
         if not samples and not separate:
             raise
     return samples + [_tower_sample(facts, method) for method in separate if method != "get_video_features"]
@@ -154,9 +158,16 @@ def _separate_towers(model: nn.Module, parameters: dict[str, inspect.Parameter])
         method
         for method, names in TOWERS.items()
         if hasattr(model, method)
+        and _has_tower(model, method)
         and any(name in parameters for name in names)
         and not any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in names)
     ]
+
+
+def _has_tower(model: nn.Module, method: str) -> bool:
+    """Whether the tower of a method is there; models that were built without it hold None."""
+    names = ("audio_tower",) if method == "get_audio_features" else ("vision_tower", "vision_encoder", "embed_vision")
+    return all(getattr(model, name, model) is not None for name in names)
 
 
 def _arguments(call: Call, where: str) -> dict[str, Any]:

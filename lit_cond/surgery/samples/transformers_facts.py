@@ -113,15 +113,13 @@ class Facts:
         return torch.ones(shape, dtype=torch.long, device=self.device)
 
     def timm_size(self) -> tuple[int, int] | None:
-        """Height and width for a timm model within; None without one."""
+        """Height and width that a timm model within insists on; small ones where it takes any, None without one."""
         for module in self.model.modules():
-            settings = getattr(module, "pretrained_cfg", None)
-            if isinstance(settings, Mapping) and "input_size" in settings:
-                embedding = getattr(module, "patch_embed", None)
-                size = getattr(embedding, "img_size", None)
+            if isinstance(getattr(module, "pretrained_cfg", None), Mapping):
+                size = getattr(getattr(module, "patch_embed", None), "img_size", None)
                 if size is not None:
                     return int(size[0]), int(size[1])
-                return min(128, int(settings["input_size"][-2])), min(128, int(settings["input_size"][-1]))
+                return None if self.get("vision", "image_size") else (128, 128)
         return None
 
     def backbone(self) -> int:

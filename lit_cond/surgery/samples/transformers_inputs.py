@@ -50,6 +50,8 @@ def argument(*names: str, optional: bool | Callable[[Call], bool] = True) -> Cal
 
 # ---- text
 
+CONTEXT = 5  # states of a model that is assisted
+
 
 @argument("input_ids", "classes_input_ids", "tasks_input_ids", "qformer_input_ids")
 def input_ids(call: Call) -> Tensor:
@@ -79,13 +81,22 @@ def task_inputs(call: Call) -> Tensor:
 @argument("decoder_input_ids")
 def decoder_input_ids(call: Call) -> Tensor:
     facts = call.facts
+    if facts.kind("musicgen", "musicgen_melody"):  # the streams one below the other
+        return facts.token_ids(facts.batch * facts.size("text", "num_codebooks", default=4), 8)
     streams = call.streams("decoder_input_ids")
     return facts.token_ids(facts.batch, 8) if streams is None else facts.token_ids(facts.batch, 8, streams)
 
 
-@argument("attention_mask", "qformer_attention_mask", "classes_attention_mask", "tasks_attention_mask", optional=False)
-def attention_mask(call: Call) -> Tensor:
+@argument("qformer_attention_mask", "classes_attention_mask", "tasks_attention_mask", optional=False)
+def text_mask(call: Call) -> Tensor:
     return call.facts.mask(call.facts.batch, call.facts.length)
+
+
+@argument("attention_mask", optional=lambda call: call.takes("context_hidden_states"))
+def attention_mask(call: Call) -> Tensor:
+    """All tokens, and the context that stands before them."""
+    context = CONTEXT if call.takes("context_hidden_states") else 0
+    return call.facts.mask(call.facts.batch, context + call.facts.length)
 
 
 @argument("classes_structure", optional=False)
@@ -113,8 +124,8 @@ def bbox(call: Call) -> Tensor:
 )
 def inputs_embeds(call: Call) -> Tensor:
     facts = call.facts
-    if facts.backbone():  # an embedding and a state of the model that is assisted, side by side
-        return facts.normal(facts.batch, facts.length, facts.backbone())
+    if facts.backbone():  # an embedding and a state of the model that is assisted, side by side; one new token
+        return facts.normal(facts.batch, 1, facts.backbone())
     return facts.normal(
         facts.batch, facts.length, facts.size("text", "backbone_hidden_size", "hidden_size", default=64)
     )
@@ -144,6 +155,8 @@ def entity_position_ids(call: Call) -> Tensor:
 
 
 # ---- images
+
+INKLING = ("inkling2", "inkling2_loop", "inkling2_vision")
 
 
 def image_shape(call: Call) -> tuple[int, int, int]:
@@ -198,7 +211,7 @@ def pixel_values(call: Call) -> Tensor:
     channels, height, width = image_shape(call)
     rows, columns = patch_grid(call)
     patch = facts.size("vision", "patch_size", default=16)
-    if facts.kind("inkling2", "inkling2_loop", "inkling2_vision"):  # merged patches, channels last
+    if facts.kind(*INKLING):  # merged patches, channels last
         side = patch * rows // 2
         return facts.normal(facts.batch * 4, side, side, channels)
     if facts.kind("inkling_mm_model"):  # time, height, width, channels
@@ -227,7 +240,8 @@ def pixel_values(call: Call) -> Tensor:
     if facts.get("vision", "num_frames", "tubelet_size") is not None and not facts.kind("git"):
         return facts.normal(facts.batch, facts.size("vision", "num_frames", default=4), channels, height, width)
     first = facts.first_layer(nn.Conv2d, nn.Conv3d, nn.Linear, within=r"vis|patch_embed")
-    if isinstance(first, nn.Linear) and first.in_features == channels * patch * patch:
+    unfolds = facts.kind("llama4", "llama4_vision_model")
+    if isinstance(first, nn.Linear) and first.in_features == channels * patch * patch and not unfolds:
         return facts.normal(facts.batch, 4, first.in_features)
     return facts.normal(facts.batch, channels, height, width)
 
@@ -239,7 +253,7 @@ def high_res_pixel_values(call: Call) -> Tensor:
     return facts.normal(facts.batch, 3, size, size)
 
 
-@argument("pixel_values_videos", optional=lambda call: not call.takes("pixel_values"))
+@argument("pixel_values_videos", optional=lambda call: "pixel_values" not in call.parameters)
 def pixel_values_videos(call: Call) -> Tensor:
     facts = call.facts
     channels, height, width = image_shape(call)
@@ -261,6 +275,8 @@ def image_grid_thw(call: Call) -> Tensor | None:
     if not call.takes("pixel_values", "hidden_states"):
         return None
     rows, columns = patch_grid(call)
+    if call.facts.kind(*INKLING):  # counted in merged patches
+        rows, columns = 2, 2
     return call.facts.tensor([[1, rows, columns]] * call.facts.batch)
 
 

@@ -8,12 +8,20 @@ import torch
 from torch import Tensor, nn
 
 from lit_cond.surgery.samples.transformers_facts import Call
-from lit_cond.surgery.samples.transformers_inputs import argument, patches
+from lit_cond.surgery.samples.transformers_inputs import CONTEXT, argument, patches
 
 __all__: list[str] = []  # importing the module registers its rules
 
 SAMPLES = 7680  # of a waveform, in front of a codec
-MELS = ("num_mel_bins", "input_feat_per_channel", "input_feat_size", "feature_projection_input_dim", "input_dim")
+MELS = (
+    "num_chroma",
+    "audio_embed_dim",
+    "num_mel_bins",
+    "input_feat_per_channel",
+    "input_feat_size",
+    "feature_projection_input_dim",
+    "input_dim",
+)
 
 
 # ---- sound
@@ -64,7 +72,7 @@ def input_features_mask(call: Call) -> Tensor:
     return call.facts.mask(call.facts.batch, features_shape(call)[0]).bool()
 
 
-@argument("input_values")
+@argument("input_values", optional=lambda call: not call.facts.kind("musicgen", "vibevoice"))  # codes or text instead
 def input_values(call: Call) -> Tensor:
     """A waveform, (batch, samples) or with a channel axis for codecs; a spectrogram where the model is made for one."""
     facts = call.facts
@@ -127,7 +135,6 @@ def history(call: Call) -> int:
     facts = call.facts
     lags = facts.get("text", "lags_sequence") or [0]
     length = facts.get("text", "context_length") or facts.get("text", "prediction_length") or 32
-    length = max(length, facts.get("text", "label_length") or 0)
     return int(length) + max(lags)
 
 
@@ -220,7 +227,7 @@ def context_hidden_states(call: Call) -> Tensor:
     """States of several layers of the model that is assisted, side by side."""
     facts = call.facts
     layers = facts.get("text", "target_layer_ids", default=[0])
-    return facts.normal(facts.batch, 5, len(layers) * facts.size("text", "hidden_size", default=64))
+    return facts.normal(facts.batch, CONTEXT, len(layers) * facts.size("text", "hidden_size", default=64))
 
 
 @argument("visual_feats")
