@@ -101,15 +101,35 @@ class MatrixLayout:
         return tensor.flatten(0, self.out_axes - 1).flatten(1)
 
     def matrix(self, tensor: Tensor) -> Tensor:
-        """Return the projection as a matrix (rows, in_features), a view of the tensor where possible."""
+        """Return the projection as a matrix (rows, in_features), a view of the tensor where possible.
+
+        A grouped convolution is the matrix that it computes with: zero where a row does not see an input channel.
+        """
         oriented = self.oriented(tensor)
         if self.rows.count == 1:
-            return oriented[self.rows.offset : self.rows.offset + self.rows.block]
-        return oriented.index_select(0, self.rows.indices(oriented.device))
+            rows = oriented[self.rows.offset : self.rows.offset + self.rows.block]
+        else:
+            rows = oriented.index_select(0, self.rows.indices(oriented.device))
+        if self.groups == 1:
+            return rows
+        groups, count = self._groups(oriented)
+        full = rows.new_zeros(rows.shape[0], count, rows.shape[1])
+        full[torch.arange(rows.shape[0], device=rows.device), groups] = rows
+        return full.flatten(1)
 
     def scatter_(self, tensor: Tensor, values: Tensor) -> None:
-        """Write a matrix (rows, in_features) into its place."""
-        self.oriented(tensor).index_copy_(0, self.rows.indices(tensor.device), values.to(tensor))
+        """Write a matrix (rows, in_features) into its place; of a grouped convolution only what stands there."""
+        oriented = self.oriented(tensor)
+        if self.groups > 1:
+            groups, count = self._groups(oriented)
+            values = values.reshape(values.shape[0], count, -1)[torch.arange(values.shape[0], device=values.device), groups]
+        oriented.index_copy_(0, self.rows.indices(tensor.device), values.to(tensor))
+
+    def _groups(self, oriented: Tensor) -> tuple[Tensor, int]:
+        """Return for each row its group, counted among those that the rows touch, and how many these are."""
+        group = self.rows.indices(oriented.device) // (oriented.shape[0] // self.groups)
+        touched, position = torch.unique(group, return_inverse=True)
+        return position, len(touched)
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +167,10 @@ class WeightView:
     @property
     def in_features(self) -> int:
         """Columns of the matrix: channels of what is projected."""
-        return self.layout.oriented(self.parameter).shape[1]
+        oriented = self.layout.oriented(self.parameter)
+        rows = self.layout.rows.indices() if self.layout.groups > 1 else None
+        touched = 1 if rows is None else len(set((rows // (oriented.shape[0] // self.layout.groups)).tolist()))
+        return oriented.shape[1] * touched
 
     @property
     def key(self) -> tuple[int, MatrixLayout]:

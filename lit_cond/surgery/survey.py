@@ -252,10 +252,16 @@ def _joined(
     Raises:
         UnknownAttentionError: If the two differ in the rows of a role.
     """
-    by_parameter = {_parameter(view): site for site in static for _, view in site}
+    by_parameter: dict[int | None, list[tuple[WeightView, AttentionSite]]] = {}
+    for site in static:
+        for _, view in site:
+            by_parameter.setdefault(_parameter(view), []).append((view, site))
     pairs: list[tuple[AttentionSite, AttentionSite | None]] = []
     for site in traced:
-        partner = next((by_parameter[k] for _, view in site if (k := _parameter(view)) in by_parameter), None)
+        shared = [(mine, *other) for _, mine in site for other in by_parameter.get(_parameter(mine), [])]
+        # Layers that share a parameter (ZAMBA) are told apart by who owns it.
+        shared.sort(key=lambda triple: triple[0].module is not triple[1].module)
+        partner = shared[0][2] if shared else None
         if partner is not None:
             _compare(site, partner)
         pairs.append((site, partner))
