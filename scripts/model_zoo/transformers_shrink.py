@@ -128,6 +128,10 @@ LIMITS: dict[str, int] = {
     "encoder_hash_byte_group_vocab": 64,
     "patch_embed_hidden_size": 1 << 30,
     "num_pos_feats": 32,
+    "insert_layer_id": 0,
+    "entity_vocab_size": 32,
+    "post_conv_in_channels": WIDTH,
+    "upsample_initial_channel": 128,
     "pooler_output_size": WIDTH,
     "image_embedding_size": 4,
 }
@@ -165,9 +169,11 @@ class _TokenIds:
 def _shrink(config: dict[str, Any], ids: _TokenIds) -> dict[str, Any]:
     model_type = config.get("model_type")
     if model_type in CONVOLUTIONAL:
-        return dict(config)
+        result = dict(config)
+        merge(result, OVERRIDES.get(model_type, {}))
+        return result
     config = _fewer_layers(config)
-    result: dict[str, Any] = {}
+    result = {}
     for key, value in config.items():
         if key == "rope_parameters" and isinstance(value, dict):
             result[key] = _shrink_rope(value, config)
@@ -181,6 +187,9 @@ def _shrink(config: dict[str, Any], ids: _TokenIds) -> dict[str, Any]:
             index: {name: _scaled(name, value, config, result) for name, value in layer.items()}
             for index, layer in layers.items()
         }
+    if isinstance(result.get("depths"), list) and isinstance(result.get("embed_dim"), int):  # widths double
+        result["embed_dim"] = min(result["embed_dim"], 16)
+        result["hidden_size"] = result["embed_dim"] * 2 ** (len(result["depths"]) - 1)
     if "embed_dim_per_stage" in result:
         result["hidden_size"] = result["embed_dim_per_stage"][0]
     if result.get("sliding_window", 0) is None and "sliding_attention" in (result.get("layer_types") or ()):
@@ -240,7 +249,7 @@ def _list_entry(key: str, values: list[Any]) -> list[Any]:
         largest = max(values)
         return [max(1, value * HEADS // largest) for value in values]
     if key == "image_size":
-        return [min(value, 64 * value // min(values)) for value in values]
+        return [min(value, 64 * round(value / min(values))) for value in values]
     if key == "downsample_channels":
         return [WIDTH // 2, WIDTH]
     if key == "decoder_in_channels":
@@ -253,6 +262,7 @@ def _list_entry(key: str, values: list[Any]) -> list[Any]:
         "embed_dims",
         "neck_hidden_sizes",
         "embed_dim_per_stage",
+        "backbone_channel_list",
         "encoder_hidden_sizes",
     ):
         unit = math.gcd(*values)

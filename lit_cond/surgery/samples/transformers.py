@@ -29,6 +29,16 @@ TOWERS: dict[str, tuple[str, ...]] = {
     "get_audio_features": ("input_features", "input_values", "audio_input_ids"),
     "get_video_features": ("pixel_values_videos",),
 }
+# Parts that neither the main call nor a tower method runs, by model type.
+UNREACHED: dict[str, tuple[str, ...]] = {
+    "csm": ("depth_decoder", "codec_model"),
+    "diffusion_gemma": ("encoder",),
+    "janus": ("vqmodel",),
+    "pe_audio_video": ("audio_model", "video_model"),
+    "phi4_multimodal": ("embed_tokens_extend.image_embed.img_processor", "embed_tokens_extend.audio_embed.encoder"),
+    "seamless_m4t": ("text_encoder", "t2u_model"),
+    "seamless_m4t_v2": ("text_encoder", "t2u_model"),
+}
 TEXT = ("input_ids", "inputs_embeds")
 
 
@@ -63,7 +73,13 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         )
         if not samples and not separate:
             raise
-    return samples + [_tower_sample(facts, method) for method in separate if method != "get_video_features"]
+    if not hasattr(model, "video_tower"):
+        separate = [method for method in separate if method != "get_video_features"]  # the tower of the images
+    samples += [_tower_sample(facts, method) for method in separate]
+    for path in UNREACHED.get(facts.config.model_type, ()):
+        if path.split(".")[0] in dict(model.named_children()):
+            samples += _part_samples(path, model.get_submodule(path))
+    return samples
 
 
 def _main_sample(facts: Facts, parameters: dict[str, inspect.Parameter], left_out: set[str]) -> Sample:

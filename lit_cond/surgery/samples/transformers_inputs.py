@@ -87,6 +87,11 @@ def decoder_input_ids(call: Call) -> Tensor:
     return facts.token_ids(facts.batch, 8) if streams is None else facts.token_ids(facts.batch, 8, streams)
 
 
+@argument("protein_attention_mask")
+def protein_attention_mask(call: Call) -> Tensor:
+    return call.facts.mask(call.facts.batch, call.facts.length)
+
+
 @argument("qformer_attention_mask", "classes_attention_mask", "tasks_attention_mask", optional=False)
 def text_mask(call: Call) -> Tensor:
     return call.facts.mask(call.facts.batch, call.facts.length)
@@ -109,6 +114,17 @@ def classes_structure(call: Call) -> Tensor:
 def use_cache(call: Call) -> bool:
     """A cache costs memory, and some hybrid models can not make one in a single pass."""
     return False
+
+
+@argument("protein_input_ids")
+def protein_input_ids(call: Call) -> Tensor:
+    return call.facts.token_ids(call.facts.batch, call.facts.length)
+
+
+@argument("input_boxes", optional=lambda call: call.takes("text_embeds"))
+def input_boxes(call: Call) -> Tensor:
+    """One box as centre and size, in parts of the image: (batch, 1, 4)."""
+    return call.facts.uniform(call.facts.batch, 1, 4) / 2 + 0.25
 
 
 @argument("bbox")
@@ -156,6 +172,7 @@ def entity_position_ids(call: Call) -> Tensor:
 
 # ---- images
 
+TILED = ("instructblipvideo", "colmodernvbert", "perception_lm")
 INKLING = ("inkling2", "inkling2_loop", "inkling2_vision")
 
 
@@ -200,7 +217,8 @@ def patches(call: Call) -> Tensor:
     channels = facts.size("vision", "num_channels", "in_channels", "in_chans", default=3)
     frames = facts.size("vision", "temporal_patch_size", "patch_temporal", default=1)
     first = facts.first_layer(nn.Conv2d, nn.Conv3d, nn.Linear, within=r"vis|patch_embed|patch_proj")
-    if isinstance(first, nn.Conv2d) and first.kernel_size == (patch, patch):
+    flat = facts.kind("hunyuan_vl", "hunyuan_vl_vision", "hy_v4_vl", "hy_v4_vl_vision")
+    if isinstance(first, nn.Conv2d) and first.kernel_size == (patch, patch) and not flat:
         return facts.normal(facts.batch * rows * columns, channels, patch, patch)
     return facts.normal(facts.batch * rows * columns, channels * frames * patch * patch)
 
@@ -233,7 +251,7 @@ def pixel_values(call: Call) -> Tensor:
     if (pinpoints := facts.get("vision", "image_grid_pinpoints")) is not None:
         tiles = pinpoints[0][0] // height * (pinpoints[0][1] // width) + 1
         return facts.normal(facts.batch, tiles, channels, height, width)
-    if call.takes("pixel_attention_mask", "perceiver_embeddings") or facts.kind("instructblipvideo", "colmodernvbert"):
+    if call.takes("pixel_attention_mask", "perceiver_embeddings") or facts.kind(*TILED):
         return facts.normal(facts.batch, 1, channels, height, width)
     if facts.kind("lightglue", "superglue", "efficientloftr"):
         return facts.normal(facts.batch, 2, channels, height, width)

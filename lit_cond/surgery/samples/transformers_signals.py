@@ -39,7 +39,7 @@ def features_shape(call: Call) -> tuple[int, int, bool]:
         frames = SAMPLES // facts.size("audio", "hop_length", default=320)
     within = r"audio|speech|encoder|subsampl|conv|feature|^[^.]+$"
     first = facts.first_layer(nn.Conv1d, nn.Conv2d, nn.Linear, within=within)
-    if isinstance(first, nn.Linear) and first.in_features % bins == 0 and first.in_features <= 8 * bins:
+    if isinstance(first, nn.Linear) and facts.kind("granite_speech5_encoder", "granite_speech5_ctc"):
         bins = first.in_features  # frames are stacked before they enter
     channels_first = isinstance(first, nn.Conv1d) and first.in_channels == bins
     channels_first |= call.takes("feature_attention_mask") or facts.kind("qwen3_asr", "qwen3_asr_encoder")
