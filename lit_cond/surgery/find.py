@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,12 @@ def _aliases(name: str, site: AttentionSite | None = None) -> list[str]:
     """The names by which a layer may be selected: its own, of owners of its weights, and of modules around it."""
     parts = name.split(".")
     around = [".".join(parts[:i]) for i in range(1, len(parts))]
-    return [name, *((view.owner_name for _, view in site) if site is not None else ()), *around]
+    return _bare([name, *((view.owner_name for _, view in site) if site is not None else ()), *around])
+
+
+def _bare(names: Iterable[str]) -> list[str]:
+    """Return names, and those inside of `DataParallel` and its kind without the prefix as well."""
+    return [alias for name in names for alias in dict.fromkeys((name, name.removeprefix("module.")))]
 
 
 def find_attention(
@@ -65,7 +70,7 @@ def select(
     names = [clean_name(name) for name, _ in model.named_modules()]
     candidates = [site.name for site in survey.sites]
     for pattern in (include, exclude):
-        for entry in unmatched(pattern, [*names, *candidates]):
+        for entry in unmatched(pattern, _bare([*names, *candidates])):
             raise nothing_matched("attention layers", entry, None, candidates)
     for name, problem in survey.unknown.items():
         if not matches(exclude, _aliases(name)) and (include is None or matches(include, _aliases(name))):
