@@ -325,20 +325,22 @@ def test_a_weight_computed_from_parameters_is_not_taken():
     assert "computed from parameters" in survey.sites[0].notes["query"]
 
 
-@pytest.mark.parametrize("wrapper", ["compile", "ddp", "nested"])
+@pytest.mark.parametrize("wrapper", ["compile", "parallel", "fabric"])
 def test_prefixes_of_wrappers_do_not_matter(wrapper):
     model = TinyTransformer("separate")
     if wrapper == "compile":
         wrapped = torch.compile(model, backend="eager")
-    elif wrapper == "nested":
-        wrapped = nn.ModuleDict({"module": nn.ModuleDict({"_forward_module": model})})
-        wrapped.forward = model.forward
-    else:
+    elif wrapper == "parallel":
         wrapped = nn.DataParallel(model, device_ids=[])
-    sites = find_attention(wrapped, sample=torch.randn(2, 6, 12))
-    plain = find_attention(model, sample=torch.randn(2, 6, 12))
-    assert [rows(site) for site in sites] == [rows(site) for site in plain]
-    assert [site.name for site in sites] == ["blocks.0.attn", "blocks.1.attn"]
+    else:
+        wrapped = nn.ModuleDict({"_forward_module": model})
+        wrapped.forward = model.forward
+    x = torch.randn(2, 6, 12)
+    plain = find_attention(model, sample=x)
+    assert [rows(site) for site in find_attention(wrapped, sample=x)] == [rows(site) for site in plain]
+    for pattern in (r"blocks\.0\..*", ["blocks.0.attn"]):
+        (site,) = find_attention(wrapped, pattern, sample=x)
+        assert site.name.endswith("blocks.0.attn")
 
 
 def test_a_pass_leaves_the_model_and_the_random_numbers_as_they_were():
