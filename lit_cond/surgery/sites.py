@@ -122,7 +122,8 @@ class MatrixLayout:
         oriented = self.oriented(tensor)
         if self.groups > 1:
             groups, count = self._groups(oriented)
-            values = values.reshape(values.shape[0], count, -1)[torch.arange(values.shape[0], device=values.device), groups]
+            parts = values.reshape(values.shape[0], count, -1)
+            values = parts[torch.arange(values.shape[0], device=values.device), groups]
         oriented.index_copy_(0, self.rows.indices(tensor.device), values.to(tensor))
 
     def _groups(self, oriented: Tensor) -> tuple[Tensor, int]:
