@@ -136,8 +136,12 @@ def _lines(
 def _advice(named: NamedModel, survey: Survey, options: argparse.Namespace) -> list[str]:
     """Return what would show more."""
     if options.no_trace or named.is_meta:
-        again = "a forward pass shows layers that the table does not know: use --device cpu without --no-trace"
-        return [again] if survey.unknown else []
+        more = "a forward pass shows layers that the table of layouts does not know: "
+        if named.parameters > META_ABOVE:
+            more += "inspect a config.json or a function of yours that makes a smaller model of the same kind"
+        else:
+            more += "use --device cpu without --no-trace"
+        return [more] if survey.unknown else []
     if next(sampled_parts(named.model), None) is None:
         return [
             "no forward pass was traced, since the model does not say what it takes: give it an example_input_array as "

@@ -11,8 +11,10 @@ from lit_cond.callbacks.attach import ConditioningCallback
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LitCondWarning
 from lit_cond.functional.attention import predicted_attention_entropy
 from lit_cond.surgery.apply import effective_matrix, refresh_, targeted_sites, uncondition_
-from lit_cond.surgery.report import WeightReport, format_table, measure_weights, well_conditioned
+from lit_cond.surgery.report import WeightReport, format_table, is_plain, measure_weights, well_conditioned
 from lit_cond.surgery.rules import WeightRule
+from lit_cond.surgery.survey import survey_attention
+from lit_cond.surgery.table import format_remarks
 
 __all__ = ["SpectralConditioning"]
 
@@ -112,13 +114,20 @@ class SpectralConditioning(ConditioningCallback):
 
     @override
     def describe(self, pl_module: LightningModule) -> str:
-        """Return the table of the query, key and value weights: changed or left alone, condition numbers."""
+        """Return the table of the query, key and value weights: changed or left alone and why, condition numbers."""
         rule = self.rule
         head = f"SpectralConditioning: correction={rule.correction}, scale={rule.scale}, granularity={rule.granularity}"
-        return f"{head}\n{format_table(self._reports or self._measure(pl_module))}"
+        reports = self._reports or self._measure(pl_module)
+        selected = {site.name for site in targeted_sites(pl_module, rule)}
+        reasons = {r.name: "not in roles" if r.name in selected else "not selected" for r in reports}
+        remarks = format_remarks(survey_attention(pl_module), roles=True)
+        return "\n".join([head, format_table(reports, reasons), *(["", *remarks] if remarks else [])])
 
     def _measure(self, pl_module: LightningModule) -> list[WeightReport]:
-        return measure_weights(pl_module, exclude=self.rule.exclude)
+        """Measure the selected layers, and all others that can be measured."""
+        selected = {site.name for site in targeted_sites(pl_module, self.rule)}
+        sites = [s for s in survey_attention(pl_module).sites if s.name in selected or is_plain(s)]
+        return measure_weights(pl_module, sites=sites)
 
     def _refuse_conditioned(self, pl_module: LightningModule, reports: list[WeightReport]) -> None:
         rule = self.rule

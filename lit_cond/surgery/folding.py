@@ -52,8 +52,8 @@ def joined_name(names: Sequence[str]) -> str:
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text: `0..11`, `3,7..47` in steps of more than one, `0..2,5` with gaps."""
-    step = numbers[1] - numbers[0] if len(numbers) > 2 else 1
+    """Return ascending numbers as text: `0..11`, `3,7..47` in equal steps, `0..2,5` with gaps."""
+    step = numbers[1] - numbers[0] if len(numbers) > 3 else 1
     if step > 1 and all(b - a == step for a, b in itertools.pairwise(numbers)):
         return f"{numbers[0]},{numbers[1]}..{numbers[-1]}"
     runs: list[list[int]] = []
