@@ -6,7 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
+
+from torch import Tensor
 
 from scripts.conformance_oracle.checks import channel_ratio, evidence, operand_changes, projected
 from scripts.conformance_oracle.records import AUX, ROLES, Core
@@ -66,14 +69,31 @@ def judge_site(
         deep: Whether to do more than role and completeness.
     """
     judge = _SiteJudge(bench, site, views, others, deep)
-    for role in ROLES:
-        for view in views.get(role, ()):
-            judge.view(view)
-    if not any(views.values()):
-        judge.say("wrong", "", "the site has no view at all")
+    judge.roles()
+    judge.completeness()
     if deep:
+        judge.projections()
+        judge.single_rows()
         judge.geometry()
     return judge.report
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Rows of one view, the roles that list them, and the run with all of them changed that showed these roles."""
+
+    view: Described
+    expected: frozenset[str]
+    rows: tuple[int, ...]
+    change: Change
+    outcome: Outcome
+    core: Core
+
+    def chosen(self) -> list[int]:
+        """Return rows to change one by one: the ends of the first and the last block, and some others."""
+        block = _block(self.rows)
+        ends = {self.rows[0], self.rows[block - 1], self.rows[-block], self.rows[-1]}
+        return sorted(ends.union(random.Random(0).sample(self.rows, min(RANDOM_ROWS, len(self.rows)))))
 
 
 class _SiteJudge:
@@ -85,17 +105,17 @@ class _SiteJudge:
         others: Sequence[Mapping[str, Sequence[Described]]],
         deep: bool,
     ) -> None:
-        self.bench, self.site, self.views, self.deep = bench, site, views, deep
+        self.bench, self.site, self.views = bench, site, views
         self.mine = [view for entries in views.values() for view in entries]
         self.others = [[view for entries in other.values() for view in entries] for other in others]
         self.report = SiteReport(deep)
-        self.cores: dict[str, int] = {}
+        self.parts: list[_Part] = []
         self.spread: dict[str, tuple[float, float]] = {}
 
     def say(self, level: str, role: str, text: str) -> None:
         self.report.findings.append(Finding(level, self.site.name, role, text))
 
-    def parts(self, view: Described) -> dict[frozenset[str], list[int]]:
+    def by_roles(self, view: Described) -> dict[frozenset[str], list[int]]:
         """Return the view's rows by the roles that list them; there is one part unless roles share some of them."""
         listing = [(other.role, set(other.rows)) for other in self.mine if other.overlaps(view)]
         parts: dict[frozenset[str], list[int]] = {}
@@ -103,16 +123,19 @@ class _SiteJudge:
             parts.setdefault(frozenset(role for role, rows in listing if row in rows), []).append(row)
         return parts
 
-    def view(self, view: Described) -> None:
-        """Do all checks of one view."""
-        cores = [self.part(view, expected, rows) for expected, rows in self.parts(view).items()]
-        arrived = [core for core in cores if core is not None]
-        if arrived:
-            self.cores.setdefault(view.role, arrived[0].index)
-            self.complete(view, arrived[0])
+    def roles(self) -> None:
+        """Each view's rows change the operands of the roles that list them, and nothing else."""
+        for view in self.mine:
+            for expected, rows in self.by_roles(view).items():
+                part = self.arrived(view, expected, tuple(rows))
+                if part is not None:
+                    self.parts.append(part)
+                    self.report.covered.update((part.core.index, role) for role in expected)
+        if not self.mine:
+            self.say("wrong", "", "the site has no view at all")
 
-    def part(self, view: Described, expected: frozenset[str], rows: Sequence[int]) -> Core | None:
-        """Check that rows change the operands of the roles that list them, and return the core where they do."""
+    def arrived(self, view: Described, expected: frozenset[str], rows: tuple[int, ...]) -> _Part | None:
+        """Return the run that shows that rows change the operands of the roles that list them, None if they do not."""
         change = random_rows(view, rows)
         outcome = self.bench.run([change])
         name = _named(view, rows)
@@ -133,13 +156,9 @@ class _SiteJudge:
                 f"{name}: a change reaches {_listed(outcome.roles)} of core {core.index}, not {_listed(expected)}",
             )
             return None
-        self.report.covered.update((core.index, role) for role in expected)
         if self.site.module not in core.modules:
             self.say("note", view.role, f"core {core.index} runs outside the module that the site names")
-        if self.deep:
-            self.exact(view, change, outcome)
-            self.rows(view, expected, rows, core)
-        return core
+        return _Part(view, expected, rows, change, outcome, core)
 
     def elsewhere(self, view: Described, expected: frozenset[str], change: Change, outcome: Outcome) -> Outcome:
         """Look for the site's own core behind those of other sites that use the same rows in other roles."""
@@ -151,72 +170,120 @@ class _SiteJudge:
                 return later
         return outcome
 
-    def complete(self, view: Described, core: Core) -> None:
-        """Rows of the same parameter that the view does not list must not reach its operand."""
-        same = [v for v in self.views[view.role] if v.parameter is view.parameter]
-        listed = {row for v in same for row in v.rows}
-        rest = [row for row in range(len(view.whole)) if row not in listed]
-        if not rest or same[0] is not view:
-            return
+    def completeness(self) -> None:
+        """Rows that no view lists for a role must not reach its operand."""
+        done = set()
+        for part in self.parts:
+            view, index = part.view, part.core.index
+            if (view.role, id(view.parameter)) in done:
+                continue
+            done.add((view.role, id(view.parameter)))
+            # Rows listed for other roles were seen to change these only.
+            listed = {row for p in self.parts if p.view.parameter is view.parameter for row in p.rows}
+            if any(p.core.index != index for p in self.parts):
+                listed = {row for v in self.views[view.role] if v.parameter is view.parameter for row in v.rows}
+            self.unlisted(part, [row for row in range(len(view.whole)) if row not in listed])
+
+    def unlisted(self, part: _Part, rest: list[int]) -> None:
+        """Report one of these rows if they reach the operand of the part's role."""
+        view, index = part.view, part.core.index
         # Maps in series (latent attention): what the rest makes must not come back through another view of the role.
         frozen = {v.parameter for v in self.views[view.role]} - {view.parameter}
 
         def reaches(rows: Sequence[int]) -> bool:
-            outcome = self.bench.run(
-                [random_rows(view, rows, seed=1)], clamp=True, begin=core.index, end=core.index, frozen=frozen
-            )
-            return view.role in outcome.touched.get(core.index, ())
+            changes = [random_rows(view, rows, seed=1)]
+            outcome = self.bench.run(changes, clamp=True, begin=index, end=index, frozen=frozen)
+            return view.role in outcome.touched.get(index, ())
 
-        if not reaches(rest):
+        if not rest or not reaches(rest):
             return
         while len(rest) > 1:  # to name one of them
             half = rest[: len(rest) // 2]
             rest = half if reaches(half) else rest[len(rest) // 2 :]
         self.say("wrong", view.role, f"{_named(view)}: row {rest[0]} reaches the {view.role} too and is not listed")
 
-    def exact(self, view: Described, change: Change, outcome: Outcome) -> None:
-        """The projection changes by X * delta in the view's rows, and the operand by its image."""
+    def projections(self) -> None:
+        """The projections change by X * delta in the views' rows, and the operands by its image."""
+        for batch in self.batches():
+            # One run for several roles: each changes its own operand only.
+            index = batch[0].core.index
+            twice = self.bench.run([p.change.times(2.0) for p in batch], clamp=True, begin=index, end=index)
+            for part in batch:
+                values = self.projection(part)
+                if twice.core is not None and twice.core.index == index:
+                    self.image(part, twice.core, values)
+
+    def batches(self) -> list[list[_Part]]:
+        """Return the parts in groups that share a core and change operands of different roles."""
+        groups: list[list[_Part]] = []
+        for part in self.parts:
+            for group in groups:
+                if group[0].core.index == part.core.index and not any(p.expected & part.expected for p in group):
+                    group.append(part)
+                    break
+            else:
+                groups.append([part])
+        return groups
+
+    def projection(self, part: _Part) -> Tensor:
+        """Check the projections by one parameter; return by what they change."""
+        view, outcome = part.view, part.outcome
         before = self.bench.uses_of(view.parameter, outcome.first)
-        seen = projected(change, before, outcome.uses.get(id(view.parameter), ()))
+        seen = projected(part.change, before, outcome.uses.get(id(view.parameter), ()))
         if seen.problem:
             self.say("wrong", view.role, f"{_named(view)}: {seen.problem}")
         elif seen.rows is None:
             self.say("note", view.role, f"{_named(view)}: how it is multiplied was not seen")
-        elif seen.rows < len(change.values):
-            self.say("note", view.role, f"{_named(view)}: {seen.rows} of {len(change.values)} rows were used")
-        core = outcome.core
-        assert core is not None
-        twice = self.bench.run([change.times(2.0)], clamp=True, begin=core.index, end=core.index)
-        if twice.core is None or twice.core.index != core.index:
-            return
-        base = self.bench.base[core.index]
-        shapes = [[t.shape for t in c.tensors(view.role)] for c in (core, twice.core, base)]
-        if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
-            self.say("note", view.role, "the operand has another shape when weights change")
-            return
-        steps = [operand_changes(view.role, c, base) for c in (core, twice.core)]
-        self.report.evidence[evidence(steps[0], steps[1], seen.values)] += 1
+        elif seen.rows < len(part.rows):
+            self.say("note", view.role, f"{_named(view)}: {seen.rows} of {len(part.rows)} rows were used")
+        return seen.values
 
-    def rows(self, view: Described, expected: frozenset[str], rows: Sequence[int], core: Core) -> None:
+    def image(self, part: _Part, twice: Core, values: Tensor) -> None:
+        """Count how the change of an operand follows from that of the projection."""
+        role, base = part.view.role, self.bench.base[part.core.index]
+        shapes = [[t.shape for t in core.tensors(role)] for core in (part.core, twice, base)]
+        if shapes[0] != shapes[1] or shapes[0] != shapes[2]:
+            self.say("note", role, "the operand has another shape when weights change")
+            return
+        steps = [operand_changes(role, core, base) for core in (part.core, twice)]
+        self.report.evidence[evidence(steps[0], steps[1], values)] += 1
+
+    def single_rows(self) -> None:
         """Single rows reach the same operands as all of them."""
-        block = _block(rows)
-        chosen = {rows[0], rows[block - 1], rows[-block], rows[-1]}
-        chosen.update(random.Random(0).sample(rows, min(RANDOM_ROWS, len(rows))))
-        for row in sorted(chosen):
-            outcome = self.bench.run([random_rows(view, [row], seed=2)], clamp=True, begin=core.index)
-            if outcome.core is None:
-                if self.dead(view, outcome):
-                    self.say("note", view.role, f"{_named(view)}: row {row} is not used for this input")
-                else:
-                    self.say("wrong", view.role, f"{_named(view)}: row {row} reaches no attention that was captured")
-                continue
-            roles = outcome.roles - {AUX}
-            if roles != expected:
-                text = f"row {row} reaches {_listed(roles)} of core {outcome.core.index}, not {_listed(expected)}"
-                self.say("wrong", view.role, f"{_named(view)}: {text}")
-                continue
+        for batch in self.batches():
+            for picked in zip_longest(*(part.chosen() for part in batch)):
+                rows = [(part, row) for part, row in zip(batch, picked, strict=True) if row is not None]
+                if not self.together(rows):
+                    for part, row in rows:
+                        self.single_row(part, row)
+
+    def together(self, rows: Sequence[tuple[_Part, int]]) -> bool:
+        """Whether rows of several roles, one of each, change the operands of all of these roles at their core."""
+        index = rows[0][0].core.index
+        changes = [random_rows(part.view, [row], seed=2) for part, row in rows]
+        outcome = self.bench.run(changes, clamp=True, begin=index, end=index)
+        expected = frozenset[str]().union(*(part.expected for part, _ in rows))
+        if outcome.core is None or outcome.core.index != index or outcome.roles - {AUX} != expected:
+            return False
+        for part, _ in rows:
+            self.measure(part.view.role, outcome.core, part.core)
+        return True
+
+    def single_row(self, part: _Part, row: int) -> None:
+        """Check one row by itself."""
+        view = part.view
+        outcome = self.bench.run([random_rows(view, [row], seed=2)], clamp=True, begin=part.core.index)
+        roles = outcome.roles - {AUX}
+        if outcome.core is None and self.dead(view, outcome):
+            self.say("note", view.role, f"{_named(view)}: row {row} is not used for this input")
+        elif outcome.core is None:
+            self.say("wrong", view.role, f"{_named(view)}: row {row} reaches no attention that was captured")
+        elif roles != part.expected:
+            text = f"row {row} reaches {_listed(roles)} of core {outcome.core.index}, not {_listed(part.expected)}"
+            self.say("wrong", view.role, f"{_named(view)}: {text}")
+        else:
             self.report.covered.update((outcome.core.index, role) for role in roles)
-            self.measure(view.role, outcome.core, core)
+            self.measure(view.role, outcome.core, part.core)
 
     def dead(self, view: Described, outcome: Outcome) -> bool:
         """Whether the projection itself did not change, as that of an expert that no token was sent to."""
@@ -252,12 +319,13 @@ class _SiteJudge:
             ("key", self.site.num_kv_heads),
             ("value", self.site.num_kv_heads),
         ):
-            if heads and role in self.cores and len(self.views[role]) == 1:
-                self.heads(role, heads, channels)
+            cores = [part.core.index for part in self.parts if part.view.role == role]
+            if heads and cores and len(self.views[role]) == 1:
+                self.heads(role, heads, cores[0], channels)
 
-    def heads(self, role: str, heads: int, channels: bool) -> None:
+    def heads(self, role: str, heads: int, index: int, channels: bool) -> None:
         """The rows of a role are as many heads as the operand's head width says."""
-        operand = self.bench.base[self.cores[role]].operands[role][0]
+        operand = self.bench.base[index].operands[role][0]
         # In query and key the product sums over channels, in value over tokens; over channels it is the other way.
         axis = operand.free if (role == "value") != channels else operand.contracted
         if axis is None:
