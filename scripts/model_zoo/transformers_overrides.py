@@ -54,10 +54,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_vision_encoder": {"num_experts_per_tok": 1},
     "janus_vqgan": {"base_channels": 32, "channel_multiplier": [1, 2]},
     "llama4_vision_model": {"intermediate_size": 256},
+    "phi4_multimodal_audio": {"ext_pw_out_channel": 64, "depthwise_separable_out_channel": 64},
     "clap": {"audio_config": {"patch_embeds_hidden_size": 16, "hidden_size": 128}},
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
-    "dots3_note_audio_encoder": {"adapter_input_size": 64},
+    "dots3_note_audio_encoder": {"conv_output_size": 1024, "adapter_input_size": 64},
     "edgetam_vision_model": {
         "backbone_config": {"architecture": "repvit_m1"},  # the default has a misspelt name
         "backbone_channel_list": [384, 192, 96, 48],
@@ -78,9 +79,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "pi0": {"dit_config": {"head_dim": 32}, "vlm_config": {"text_config": {"head_dim": 32}}},
     "xcodec": {"codebook_dim": 128},
     "omdet-turbo": {
-        "vision_features_channels": [32, 64, 128],
+        "vision_features_channels": [64, 64, 64],
         "text_projection_in_dim": 64,
-        "text_projection_out_dim": 64,
+        "text_projection_out_dim": 32,
+        "class_embed_dim": 32,
     },
     "pe_video_encoder": {"vision_config": PERCEPTION},
     "pe_audio_video_encoder": {"video_config": {"vision_config": PERCEPTION}},

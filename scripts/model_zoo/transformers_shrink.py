@@ -213,7 +213,7 @@ def _entry(key: str, value: Any, config: dict[str, Any], ids: _TokenIds) -> Any:
         return [_token(item, ids) for item in value] if isinstance(value, list) else _token(value, ids)
     if isinstance(value, bool) or not isinstance(value, int | list):
         return value
-    if key == "image_grid_pinpoints":
+    if key == "image_grid_pinpoints" and isinstance(value, list):
         vision = config["vision_config"]
         old, new = vision["image_size"], _image("image_size", vision["image_size"], vision)
         return [[new * (side // old) for side in size] for size in value]
@@ -289,7 +289,7 @@ def _kv_heads(key: str, value: int, config: dict[str, Any]) -> int:
 def _head_dim(key: str, value: int, config: dict[str, Any]) -> int:
     """Keeps whether heads times width is the model width."""
     if "qk_rope_head_dim" in config:
-        rope, nope = config["qk_rope_head_dim"], config.get("qk_nope_head_dim", 0)
+        rope, nope = int(config["qk_rope_head_dim"]), int(config.get("qk_nope_head_dim", 0))
         if value == rope:
             return min(rope, 8)
         if value == rope + nope:
@@ -309,6 +309,8 @@ def _limit(limit: int) -> Callable[[str, int, dict[str, Any]], int]:
 
 def _image(key: str, value: int, config: dict[str, Any]) -> int:
     """Four patches each way; eight windows for pyramids."""
+    if key == "input_size" and "patch_size" not in config:  # of something else
+        return value
     patch = config.get("patch_size", 16)
     patch = patch[0] if isinstance(patch, list) else patch
     smallest = 128 if isinstance(config.get("depths"), list) else 4 * patch if patch > 12 else 64

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_cond.errors import ConfigurationError
-from lit_cond.surgery.samples import transformers_signals  # noqa: F401  (registers rules)
 from lit_cond.surgery.samples.base import Sample
 from lit_cond.surgery.samples.transformers_facts import Call, Facts
-from lit_cond.surgery.samples.transformers_inputs import RULES
+from lit_cond.surgery.samples.transformers_signals import RULES
 
 __all__ = ["transformers_samples"]
 
@@ -34,10 +33,11 @@ UNREACHED: dict[str, tuple[str, ...]] = {
     "csm": ("depth_decoder", "codec_model"),
     "diffusion_gemma": ("encoder",),
     "janus": ("vqmodel",),
+    "nemo_speechlm": ("word_timestamp_encoder",),
     "pe_audio_video": ("audio_model", "video_model"),
     "phi4_multimodal": ("embed_tokens_extend.image_embed.img_processor", "embed_tokens_extend.audio_embed.encoder"),
-    "seamless_m4t": ("text_encoder", "t2u_model"),
-    "seamless_m4t_v2": ("text_encoder", "t2u_model"),
+    "seamless_m4t": ("text_encoder",),
+    "seamless_m4t_v2": ("text_encoder",),
 }
 TEXT = ("input_ids", "inputs_embeds")
 

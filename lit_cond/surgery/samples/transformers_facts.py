@@ -33,7 +33,7 @@ class Facts:
         self.model = model
         self.config: Any = model.config
         self.batch = 1 if self.kind("tvp") else 2  # its position tables are viewed as one image's
-        self.length = 12
+        self.length = 4 if self.kind("csm_depth_decoder_model") else 12  # one token for each codebook
         parameter = next((item for item in model.parameters() if item.is_floating_point()), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
         self.dtype = torch.get_default_dtype() if parameter is None else parameter.dtype

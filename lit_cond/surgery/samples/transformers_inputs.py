@@ -135,9 +135,12 @@ def bbox(call: Call) -> Tensor:
     return torch.cat((corner, corner + facts.integers(facts.batch, facts.length, 2, high=8)), -1)
 
 
-@argument(
-    "inputs_embeds", "noise_embeds", optional=lambda call: call.takes("shared_kv_states") and call.facts.backbone()
-)
+def wants_embeddings(call: Call) -> bool:
+    """Whether a model reads embeddings only: those of the model that it assists, or that it speaks for."""
+    return (call.takes("shared_kv_states") and call.facts.backbone() > 0) or call.takes("talker_input_ids")
+
+
+@argument("inputs_embeds", "noise_embeds", optional=wants_embeddings)
 def inputs_embeds(call: Call) -> Tensor:
     facts = call.facts
     if facts.backbone():  # an embedding and a state of the model that is assisted, side by side; one new token
@@ -190,6 +193,8 @@ def image_shape(call: Call) -> tuple[int, int, int]:
     height, width = size if isinstance(size, list | tuple) else (size, size)
     if facts.kind("depth_pro"):  # the smallest of the scaled images is one patch
         height = width = int(facts.config.patch_size / min(facts.config.scaled_images_ratios))
+    if facts.kind("janus_vqgan"):
+        height = width = facts.config.num_patches * 2 ** (len(facts.config.channel_multiplier) - 1)
     if facts.kind("seggpt"):  # image and prompt, one above the other
         height //= 2
     return channels, int(height), int(width)

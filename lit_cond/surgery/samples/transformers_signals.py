@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lit_cond.surgery.samples.transformers_facts import Call
-from lit_cond.surgery.samples.transformers_inputs import CONTEXT, argument, patches
+from lit_cond.surgery.samples.transformers_inputs import CONTEXT, RULES, argument, patches
 
-__all__: list[str] = []  # importing the module registers its rules
+__all__ = ["RULES"]
 
 SAMPLES = 7680  # of a waveform, in front of a codec
 MELS = (
@@ -108,6 +108,14 @@ def audio_input_ids(call: Call) -> Tensor:
     )
 
 
+@argument("codes", optional=False)
+def codes(call: Call) -> Tensor:
+    """Codes of sound, (batch, quantizers, frames)."""
+    facts = call.facts
+    size = facts.size("audio", "codebook_size", default=16)
+    return facts.integers(facts.batch, facts.size("audio", "num_quantizers", default=8), 8, high=size)
+
+
 @argument("latents")
 def latents(call: Call) -> Tensor:
     facts = call.facts
@@ -119,7 +127,14 @@ def hidden_states(call: Call) -> Tensor:
     if call.takes("grid_thw"):
         return patches(call)
     facts = call.facts
+    if facts.kind("phi4_multimodal_audio"):
+        return facts.normal(facts.batch, 64, facts.size("audio", "input_size", default=80))
     return facts.normal(facts.batch, facts.size("text", "hidden_size", default=64), 16)
+
+
+@argument("mask", optional=False)
+def mask(call: Call) -> Tensor:
+    return call.facts.mask(call.facts.batch, 64).bool()
 
 
 @argument("lang_ids", optional=lambda call: call.facts.get("text", "languages") is not None)
@@ -135,7 +150,7 @@ def history(call: Call) -> int:
     facts = call.facts
     lags = facts.get("text", "lags_sequence") or [0]
     length = facts.get("text", "context_length") or facts.get("text", "prediction_length") or 32
-    return int(length) + max(lags)
+    return int(length) + int(max(lags))
 
 
 @argument("past_values")
