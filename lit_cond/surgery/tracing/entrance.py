@@ -85,11 +85,16 @@ def find_entrances(
             fallback = _element(recorder.model, anchors[core])
             if fallback is not None:
                 places.append((core, *fallback, "E2"))
+    # A map with one channel weighs tokens and is none.
+    places = [place for place in places if not _has_one_channel(place[1], place[2])]
+    # What a block adds to itself inside comes after what entered it, whichever attention ran first.
+    places.sort(key=lambda place: place[2].index)
     below = _below(recorder, {node for _, _, node, _ in places})
     found: list[Entrance] = []
     earlier: set[Node] = set()
     for core, innermost, node, rule in places:
         call, argument = _block(recorder.model, innermost, node)
+        axis = channel_axis(node, call)
         made_of = set(stream(node, earlier))
         news = any(_brings_input(n, below) for n in made_of - earlier)
         turned = tokens_first(core, node, batch)
@@ -105,7 +110,7 @@ def find_entrances(
                 prefix=prefix_length(node, turned=turned),
                 derived=node in below,
                 rule=rule,
-                channel_axis=channel_axis(node, call),
+                channel_axis=axis,
                 repeats_in=_repeats(recorder, call, argument),
             )
         )
@@ -141,6 +146,11 @@ def choose_towers(entrances: Sequence[Entrance]) -> tuple[Entrance, ...]:
         branches.add(branch)
         lists.add(parent)
     return tuple(towers.values())
+
+
+def _has_one_channel(call: Call, tokens: Node) -> bool:
+    axis = channel_axis(tokens, call)
+    return axis is not None and tokens.shape[axis] == 1
 
 
 def _below(recorder: Recorder, seeds: set[Node]) -> set[Node]:

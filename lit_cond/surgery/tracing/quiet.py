@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -65,11 +66,13 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return the attributes of a module, containers with a shallow copy of their contents."""
     return {
-        name: (value, value.copy() if type(value) in (dict, list, set) or name in _TABLES else None)
+        name: (value, value.copy() if type(value) in _CONTAINERS or name in _TABLES else None)
         for name, value in module.__dict__.items()
     }
 
 
+# Hooks stand in ordered dictionaries: transformers installs some at the first forward pass, and notes that it has.
+_CONTAINERS = (dict, OrderedDict, list, set)
 # Where `nn.Module` keeps its own contents (torch 2.14): swapped modules and replaced buffers are found here.
 _TABLES = ("_modules", "_buffers", "_parameters")
 

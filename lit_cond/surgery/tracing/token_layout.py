@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator
 
 from torch import nn
@@ -15,7 +16,9 @@ __all__ = ["ENDS", "channel_axis", "prefix_length", "stream", "tokens_first"]
 # Behind these, what a tensor is made of is another tensor's tokens.
 ENDS = frozenset(("softmax", "embedding", "scaled_dot_product_attention", "multi_head_attention_forward"))
 _LAST = frozenset(("linear", "matmul", "__matmul__", "addmm", "layer_norm", "rms_norm", "native_layer_norm"))
-_SECOND = frozenset(("conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "instance_norm"))
+_SECOND = frozenset(
+    ("conv1d", "conv2d", "conv3d", "batch_norm", "group_norm", "instance_norm", "avg_pool2d", "max_pool2d")
+)
 _TURNS = frozenset(("permute", "transpose", "movedim", "swapaxes", "swapdims", "moveaxis", "T", "mT", "rearrange"))
 # How many operations after the tokens their first norm or projection is looked for.
 _REACH = 200
@@ -92,7 +95,7 @@ def channel_axis(tokens: Node, block: Call) -> int | None:
     Returns:
         -1 for the last axis, a positive number for another one, None where nothing shows it.
     """
-    sizes = sorted(tokens.shape)
+    count = math.prod(tokens.shape)
     waiting = [
         (child.index, id(child), id(tokens), child, tokens, False)
         for child in tokens.children
@@ -108,8 +111,8 @@ def channel_axis(tokens: Node, block: Call) -> int | None:
         axis = _worked_axis(node, parent)
         if axis is not None and len(parent.shape) > axis:
             return _same_axis(tokens, parent, axis, turned)
-        if sorted(node.shape) == sizes and not node.weights:
-            around = turned or node.name in _TURNS
+        if math.prod(node.shape) == count and not node.weights:
+            around = turned or node.name in _TURNS or node.shape != parent.shape
             for child in node.children:
                 heapq.heappush(waiting, (child.index, id(child), id(node), child, node, around))
     return None
