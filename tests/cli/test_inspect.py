@@ -27,10 +27,11 @@ BERT = {
     "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 32,
 }  # fmt: skip
 
-MINE = """
+MINE = r"""
 from torch import nn
 import torch
-from tests.tiny import INPUTS, TOKENS, TinyTransformer, TinyModule, SeparateAttention
+from lit_cond.surgery import register_fused
+from tests.tiny import INPUTS, TOKENS, FusedAttention, TinyTransformer, TinyModule, SeparateAttention
 number = 3
 ready = TinyTransformer("separate", depth=1)
 def build():
@@ -41,6 +42,22 @@ def talkative():
     return model
 def wrong():
     return {"a": 1}
+class Turned(FusedAttention):
+    pass
+register_fused(Turned, "qkv", order=("key", "query", "value"))
+class Liar(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.example_input_array = torch.zeros(1, TOKENS, 32)
+        self.attn = Turned()
+    def forward(self, x):
+        return x + self.attn(x)
+class Shy(TinyTransformer):
+    def __init__(self):
+        super().__init__("separate")
+    @property
+    def example_input_array(self):
+        raise RuntimeError("first line\nsecond line")
 def broken():
     raise KeyError("no such thing")
 class Needy(nn.Module):
@@ -260,6 +277,20 @@ def test_what_is_not_understood_exits_with_1_and_says_what_to_do(run, mine):
     assert line.startswith("  odd: ")
     assert "register_fused" in line
     assert "known" in json.loads(run(f"{mine}:Odd", "--json").out)["layers"][0]["name"]
+
+
+def test_a_table_that_is_wrong_is_an_error_and_can_be_seen_without_a_pass(run, mine):
+    assert "the forward pass reads its query from attn.qkv.weight[0:32)" in error_of(run(f"{mine}:Liar"), code=1)
+    assert run(f"{mine}:Liar", "--no-trace").code == 0
+
+
+def test_a_model_that_fails_when_it_is_asked_for_its_inputs(run, mine):
+    outcome = run(f"{mine}:Shy")
+    assert outcome.code == 0, outcome.err
+    lines = outcome.out.splitlines()
+    assert lines[lines.index("notes") + 1] == "  'Shy' was not traced: RuntimeError: first line"
+    assert lines[lines.index("tokens enter at") + 1] == "  not known: RuntimeError: first line"
+    assert any(line.endswith("table") for line in lines)
 
 
 def test_model_without_attention_is_an_answer(run):
