@@ -53,7 +53,7 @@ def projected(change: Change, before: Sequence[Use], after: Sequence[Use]) -> Pr
             continue
         if scale_of(moved[:, ~rows]) > 1e3 * tolerance(step.dtype) * max(scale_of(old.output), 1e-12):
             return Projected("the projection changes in other output channels than those of the rows", None, moved)
-        if new.pointwise:
+        if new.pointwise and new.inputs.shape[:-1].numel() == len(moved):  # no stride
             expected = new.inputs.reshape(-1, new.inputs.shape[-1]) @ step[rows].t()
             if differs(moved[:, rows], expected, 1e4 * tolerance(step.dtype)):
                 return Projected(

@@ -20,6 +20,7 @@ __all__ = ["Judgement", "judge_model"]
 
 MANY_SITES = 6
 Views = Mapping[str, Sequence[Described]]
+Covered = dict[int, dict[str, set[str]]]  # names of the sites whose views change an operand, by core and role
 
 
 @dataclass
@@ -64,7 +65,7 @@ def judge_model(
     described = [_described(site, result.findings) for site in sites]
     bench.watch([view.parameter for views in described for view in _flat(views)])
     wanted = _deep(sites)
-    covered: dict[int, set[str]] = defaultdict(set)
+    covered: Covered = defaultdict(lambda: defaultdict(set))
     for number, (site, views) in enumerate(zip(sites, described, strict=True)):
         if time.process_time() > until:
             result.findings.append(
@@ -73,19 +74,19 @@ def judge_model(
             break
         others = [other for i, other in enumerate(described) if i != number]
         deep = number in wanted and time.process_time() < deep_until
-        _add(result, judge_site(bench, site, views, others, deep=deep), covered)
+        _add(result, site.name, judge_site(bench, site, views, others, deep=deep), covered)
     _account(bench, described, covered, result)
     levels = {finding.level for finding in result.findings}
     result.verdict = next((level for level in ("wrong", "partial") if level in levels), "right")
     return result
 
 
-def _add(result: Judgement, report: SiteReport, covered: dict[int, set[str]]) -> None:
+def _add(result: Judgement, site: str, report: SiteReport, covered: Covered) -> None:
     result.findings.extend(report.findings)
     result.evidence.update(report.evidence)
     result.deep += report.deep
     for index, role in report.covered:
-        covered[index].add(role)
+        covered[index][role].add(site)
 
 
 def _described(site: Any, findings: list[Finding]) -> dict[str, list[Described]]:
@@ -117,11 +118,11 @@ def _deep(sites: Sequence[Any]) -> set[int]:
 def _account(
     bench: Bench,
     described: Sequence[Views],
-    covered: dict[int, set[str]],
+    covered: Covered,
     result: Judgement,
 ) -> None:
     """Report the operands of cores that no site's views change."""
-    if any(set(ROLES) - covered[core.index] for core in bench.base):
+    if any(set(ROLES) - set(covered[core.index]) for core in bench.base):
         _sweep(bench, described, covered)
     for core in bench.base:
         missing = [role for role in ROLES if role not in covered[core.index]]
@@ -133,11 +134,12 @@ def _account(
             result.findings.append(Finding("wrong", where, "", "no site for this attention"))
             continue
         for role, reason in reasons.items():
-            text = reason or "no view of any site changes this operand"
+            known = sorted(name for names in covered[core.index].values() for name in names if name)
+            text = reason or f"no view changes this operand{f'; the others are of {known[0]}' if known else ''}"
             result.findings.append(Finding("partial", where, role, text))
 
 
-def _sweep(bench: Bench, described: Sequence[Views], covered: dict[int, set[str]]) -> None:
+def _sweep(bench: Bench, described: Sequence[Views], covered: Covered) -> None:
     """Change all views of a role at once, every core's output held, and see which operands follow."""
     everything = [view for views in described for view in _flat(views)]
     for role in ROLES:
@@ -149,16 +151,16 @@ def _sweep(bench: Bench, described: Sequence[Views], covered: dict[int, set[str]
         for index, roles in bench.run(changes, clamp=True, full=True).touched.items():
             # Where other operands change too, the change went round the core: it says nothing about this one.
             if role in roles and not (roles & set(ROLES)) - shared:
-                covered[index].add(role)
+                covered[index][role].add("")
 
 
-def _reason(role: str, core: Core, bench: Bench, covered: Mapping[int, set[str]]) -> str:
+def _reason(role: str, core: Core, bench: Bench, covered: Covered) -> str:
     """Return why an operand may have no view, empty if no reason is known."""
     operands = core.operands.get(role, ())
     if operands and all(operand.weight for operand in operands):
         return "a parameter itself, by no projection"
     for other in bench.base:
-        if other.index == core.index or role not in covered.get(other.index, ()):
+        if other.index == core.index or role not in covered[other.index]:
             continue
         for mine in core.tensors(role):
             if any(mine.shape == t.shape and torch.equal(mine, t) for t in other.tensors(role)):

@@ -308,10 +308,11 @@ class _SiteJudge:
     def geometry(self) -> None:
         """Which axis is contracted, and how wide a head is."""
         channels = self.site.kind == "channel"
-        for role, (contracted, free) in self.spread.items():
-            # One row is one channel of all tokens. Where both shares are equal, a normalization has spread it.
-            summed = {True: "tokens", False: "channels"}[(contracted > free) != (role == "value")]
-            if contracted != free and (summed == "tokens") != channels:
+        # One row is one channel of all tokens. Where both shares are equal, a normalization has spread it.
+        along = {role: contracted < free for role, (contracted, free) in self.spread.items() if contracted != free}
+        for role, channels_are_contracted in along.items():
+            summed = "channels" if channels_are_contracted != (role == "value") else "tokens"
+            if (summed == "tokens") != channels:
                 self.say("wrong", role, f"kind {self.site.kind!r}, and the product of query and key sums over {summed}")
                 break
         for role, heads in (
@@ -319,18 +320,17 @@ class _SiteJudge:
             ("key", self.site.num_kv_heads),
             ("value", self.site.num_kv_heads),
         ):
-            cores = [part.core.index for part in self.parts if part.view.role == role]
-            if heads and cores and len(self.views[role]) == 1:
-                self.heads(role, heads, cores[0], channels)
+            parts = [part for part in self.parts if part.view.role == role]
+            if heads and parts and len(self.views[role]) == 1 and len(parts[0].view.rows) > 1:
+                operand = self.bench.base[parts[0].core.index].operands[role][0]
+                contracted = along.get(role, (role == "value") == channels)
+                self.heads(role, heads, operand.tensor, operand.contracted if contracted else operand.free)
 
-    def heads(self, role: str, heads: int, index: int, channels: bool) -> None:
+    def heads(self, role: str, heads: int, operand: Tensor, axis: int | None) -> None:
         """The rows of a role are as many heads as the operand's head width says."""
-        operand = self.bench.base[index].operands[role][0]
-        # In query and key the product sums over channels, in value over tokens; over channels it is the other way.
-        axis = operand.free if (role == "value") != channels else operand.contracted
         if axis is None:
             return
-        width, rows = operand.tensor.shape[axis], len(self.views[role][0].rows)
+        width, rows = operand.shape[axis], len(self.views[role][0].rows)
         if rows == heads * width:
             return
         level = "note" if rows % heads == 0 and rows // heads > width and (rows // heads) % width == 0 else "wrong"
