@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,8 @@ __all__ = ["WeightReport", "format_table", "is_plain", "measure_weights", "spect
 # Random n x n matrices have a condition number of about 2.6 n; below this factor of n a square matrix was not left to
 # chance. Rectangular ones are well conditioned by nature and say nothing.
 _SUSPICIOUS = 0.15
+# Entries of matrices that are stacked: copies in float64 that stay in the cache, and no second model in memory.
+_CHUNK = 2**19
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +56,7 @@ class WeightReport:
 
 
 def spectra(matrices: Sequence[Tensor], rtol: float = 1e-6) -> list[tuple[float, Tensor]]:
-    """Return the condition number and the singular values of each matrix, those of one shape in one go.
+    """Return the condition number and the singular values of each matrix, small ones of one shape in one go.
 
     Args:
         matrices: Matrices of any shape.
@@ -63,12 +66,19 @@ def spectra(matrices: Sequence[Tensor], rtol: float = 1e-6) -> list[tuple[float,
     for index, matrix in enumerate(matrices):
         by_shape[tuple(matrix.shape)].append(index)
     result: dict[int, tuple[float, Tensor]] = {}
-    for shape, indices in by_shape.items():
+    for shape, indices in _chunks(by_shape):
         stacked = torch.stack([matrices[i] for i in indices])
         values = singular_values(stacked, rtol)
         numbers = condition_of_spectrum(values, shape, stacked.dtype).tolist()
         result.update(zip(indices, zip(numbers, values, strict=True), strict=True))
     return [result[index] for index in range(len(matrices))]
+
+
+def _chunks(by_shape: dict[tuple[int, ...], list[int]]) -> Iterator[tuple[tuple[int, ...], list[int]]]:
+    """Yield a shape and as many of its matrices as may be copied at once."""
+    for shape, indices in by_shape.items():
+        size = max(1, _CHUNK // max(1, math.prod(shape)))
+        yield from ((shape, indices[i : i + size]) for i in range(0, len(indices), size))
 
 
 @torch.no_grad()
@@ -97,12 +107,15 @@ def measure_weights(
         for role, view in site
     ]
     weights = [existing(view.module, view.tensor_name) for _, _, view in views]
-    raw, corrected = [], {}
+    raw: list[Tensor] = []
+    corrected: dict[int, Tensor] = {}
+    # The matrices of a fused weight share what is computed of it.
+    effective = {id(weight): weight.current_effective for weight in weights if weight is not None}
     for i, ((_, _, view), weight) in enumerate(zip(views, weights, strict=True)):
         parameter = view.parameter.detach() if weight is None else weight.current_raw
         raw.append(view.layout.matrix(gathered(parameter)))
         if weight is not None and any(torch.isin(view.layout.rows.indices(), t.rows).any() for t in weight.terms):
-            corrected[i] = view.layout.matrix(gathered(weight.current_effective))
+            corrected[i] = view.layout.matrix(gathered(effective[id(weight)]))
     before = spectra(raw)
     # The table shows four digits, and a corrected matrix is cheaper to measure to five.
     measured = dict(enumerate(before)) | dict(zip(corrected, spectra(list(corrected.values()), 1e-5), strict=True))
