@@ -149,6 +149,10 @@ def _entry(source: str, name: str) -> ZooModel | None:
     return _zoo(source).get(name)
 
 
+def _given(entry: ZooModel) -> ZooModel:
+    return entry
+
+
 class Embedded(nn.Module):
     """`nn.TransformerEncoder` behind a linear embedding, batch first or not."""
 
@@ -229,4 +233,4 @@ def cases() -> list[Case]:
         "encoder_decoder": (_torch(EncoderDecoder, _ids), (R("source"), R("target"))),
         "own_queries": (_torch(OwnQueries, partial(_normal, 3, 7, 16)), ()),
     }
-    return [*found, *(Case(f"torch/{name}", lambda e=entry: e, where) for name, (entry, where) in own.items())]
+    return [*found, *(Case(f"torch/{name}", partial(_given, entry), where) for name, (entry, where) in own.items())]

@@ -62,7 +62,8 @@ def find_token_sites(model: nn.Module, include: Pattern = None, *, sample: Any =
     element of a list of modules around it where it adds to no stream (rule E2). Encoder and decoder, text and vision
     towers have one place each. Where no pass has run: the innermost element of a list of modules (`nn.ModuleList`,
     `nn.Sequential`, `nn.ModuleDict`) on the path to the first attention layer, that is, the first transformer block.
-    Tokens that are parameters, whatever the input is (object queries, latents), are no embedded tokens.
+    Tokens that are parameters, whatever the input is (object queries, latents), are no embedded tokens. Where other
+    layers come first (Mamba, convolutions), the first block with attention counts.
 
     Args:
         model: Any module.

@@ -21,11 +21,10 @@ from lit_cond.surgery.masks import cached_length, leaks_from_future, valid_token
 from lit_cond.surgery.passes import Passes
 from lit_cond.surgery.rules import TokenRule
 from lit_cond.surgery.scope import InstanceForward, install, remove, wrappers
+from lit_cond.surgery.strength_state import STATE_KEY, keep_in_state
 from lit_cond.surgery.token_sites import TokenSite
 
 __all__ = ["STATE_KEY", "TokenForward", "attach_tokens", "detach_tokens", "prepare_tokens", "token_forwards"]
-
-STATE_KEY = "conditioned_tokens"
 
 _CAUSAL_MESSAGE = (
     "the correction of '{name}' would let a position see later tokens (its attention is causal); use "
@@ -244,6 +243,8 @@ class TokenForward(InstanceForward):
     def matrices(self, tokens: Tensor) -> Tensor:
         """Return the tokens as one matrix for each sample (batch, tokens, channels).
 
+        What stands on the batch axis is a sample, also where a model has put parts of an image there (MobileViT, TNT).
+
         Raises:
             ConfigurationError: If they are a stack with something else than tokens before the batch.
         """
@@ -326,40 +327,6 @@ def _prefix(site: TokenSite, rule: TokenRule) -> int:
     return site.prefix
 
 
-class _SaveStrength:
-    """State-dict hook: writes the strength under the block's prefix."""
-
-    def __init__(self, target: TokenForward) -> None:
-        self.target = target
-
-    def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-        state[prefix + STATE_KEY] = self.target.strength.detach().clone()
-
-
-class _LoadStrength:
-    """Load hook: takes the strength out of the incoming state, or reports it missing."""
-
-    def __init__(self, target: TokenForward) -> None:
-        self.target = target
-
-    def __call__(
-        self,
-        module: nn.Module,
-        state: dict[str, Any],
-        prefix: str,
-        metadata: dict[str, Any],
-        strict: bool,
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
-    ) -> None:
-        value = state.pop(prefix + STATE_KEY, None)
-        if value is not None:
-            self.target.strength.fill_(float(value))
-        elif strict:
-            missing.append(prefix + STATE_KEY)
-
-
 def prepare_tokens(sites: Sequence[TokenSite], rule: TokenRule) -> list[tuple[TokenSite, TokenForward]]:
     """Return the corrections of several sites, before any of them changes the model.
 
@@ -389,10 +356,7 @@ def attach_tokens(site: TokenSite, rule: TokenRule, forward: TokenForward | None
     if forward is None:
         forward = TokenForward(site, rule, torch.tensor(float(rule.strength)))
     install(forward)
-    forward.handles = [
-        site.module.register_state_dict_post_hook(_SaveStrength(forward)),  # type: ignore[no-untyped-call]
-        site.module.register_load_state_dict_pre_hook(_LoadStrength(forward)),  # type: ignore[no-untyped-call]
-    ]
+    forward.handles = keep_in_state(site.module, forward)
     if forward.passes is not None and site.scope is not None:
         forward.handles += forward.passes.follow(site.scope)
     return forward
