@@ -1,10 +1,102 @@
-"""Entries of tiny configurations that the rules of `transformers_shrink` do not find, by type."""
+"""Numbers of tiny configurations: the largest values by entry, and by type what no rule of `transformers_shrink` finds."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["CONVOLUTIONAL", "OVERRIDES"]
+__all__ = ["CONVOLUTIONAL", "LIMITS", "OVERRIDES", "VOCAB", "WIDTH"]
+
+WIDTH = 64
+VOCAB = 160
+
+# The largest value that is left; smaller ones stay.
+LIMITS: dict[str, int] = {
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "n_ctx": 256,
+    "max_source_positions": 128,
+    "max_target_positions": 128,
+    "max_seq_len": 256,
+    "seq_len": 256,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 32,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "moe_k": 2,
+    "n_group": 2,
+    "num_expert_group": 2,
+    "topk_group": 1,
+    "expert_capacity": 8,
+    "first_k_dense_replace": 1,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "full_attention_interval": 2,
+    "layer_group_size": 2,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 8,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_headdim": 16,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_ssm": 128,
+    "mamba_dt_rank": 4,
+    "n_mamba_heads": 2,
+    "ssm_state_size": 8,
+    "state_size": 8,
+    "time_step_rank": 4,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "num_queries": 12,
+    "two_stage_num_proposals": 12,
+    "num_denoising": 4,
+    "num_query_tokens": 4,
+    "num_detection_tokens": 8,
+    "type_vocab_size": 16,
+    "num_codebooks": 4,
+    "num_filters": 8,
+    "upsample_groups": WIDTH,
+    "index_kpool": 2,
+    "embedding_rank": 32,
+    "sliding_window": 8,
+    "attention_chunk_size": 8,
+    "num_kv_shared_layers": 1,
+    "num_frames": 4,
+    "num_position_embeddings": 64,
+    "vocab_size_per_layer_input": VOCAB,
+    "embedding_size": 32,
+    "mm_tokens_per_image": 4,
+    "rotary_dim": 8,
+    "encoder_hash_byte_group_vocab": 64,
+    "patch_embed_hidden_size": 1 << 30,
+    "num_pos_feats": 32,
+    "insert_layer_id": 0,
+    "entity_vocab_size": 32,
+    "post_conv_in_channels": WIDTH,
+    "upsample_initial_channel": 128,
+    "decoder_dim": WIDTH,
+    "pooler_output_size": WIDTH,
+    "image_embedding_size": 4,
+}
 
 # Backbones without attention whose widths must agree with those that the parent names: left as they are.
 CONVOLUTIONAL = frozenset(
@@ -59,10 +151,17 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "clip_qkv": 8.0}},
     "diffusion_gemma_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 32},
     "dots3_note_audio_encoder": {"conv_output_size": 1024, "adapter_input_size": 64},
+    "fast_vlm": {
+        "vision_config": {
+            "hidden_size": 512,
+            "model_args": {"layers": [1] * 5, "embed_dims": [16, 32, 64, 128, 256]},
+        }
+    },
     "edgetam_vision_model": {
         "backbone_config": {"architecture": "repvit_m1"},  # the default has a misspelt name
         "backbone_channel_list": [384, 192, 96, 48],
     },
+    "sam3_lite_text_text_model": {"num_hidden_layers": 3},  # the first and the last have no attention
     "efficientloftr": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -79,10 +178,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "pi0": {"dit_config": {"head_dim": 32}, "vlm_config": {"text_config": {"head_dim": 32}}},
     "xcodec": {"codebook_dim": 128},
     "omdet-turbo": {
-        "vision_features_channels": [64, 64, 64],
+        "backbone_config": {"img_size": 224},
+        "d_model": 32,  # not that of the text: the class then has no projection and misses it
+        "decoder_hidden_dim": 32,
+        "vision_features_channels": [32, 32, 32],
         "text_projection_in_dim": 64,
-        "text_projection_out_dim": 32,
-        "class_embed_dim": 32,
+        "text_projection_out_dim": 64,
+        "class_embed_dim": 64,
     },
     "pe_video_encoder": {"vision_config": PERCEPTION},
     "pe_audio_video_encoder": {"video_config": {"vision_config": PERCEPTION}},

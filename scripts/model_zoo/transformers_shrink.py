@@ -11,14 +11,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from scripts.model_zoo.transformers_overrides import CONVOLUTIONAL, OVERRIDES
+from scripts.model_zoo.transformers_overrides import CONVOLUTIONAL, LIMITS, OVERRIDES, VOCAB, WIDTH
 
 __all__ = ["merge", "shrink"]
 
-WIDTH = 64
 HEADS = 4
 HEAD_DIM = 16
-VOCAB = 160
 
 LAYER_COUNTS = re.compile(
     r"^(num_hidden_layers|n_layers?|num_layers|num_(encoder|decoder|hidden|global|temporal|spatial|auxiliary)_layers"
@@ -48,93 +46,6 @@ KV_HEAD_COUNTS = re.compile(r"^((\w+_)?num_(\w+_)?(key_value|kv)(_attention)?_he
 HEAD_DIMS = re.compile(r"^((\w+_)?head_dim|kv_channels|d_kv|d_head|attention_head_size|attention_head_dim|dim_head)$")
 TOKEN_IDS = re.compile(r"(token_ids?|token_index|token_indices|_token_idx|^_pad_token_id)$")
 
-# The largest value that is left; smaller ones stay.
-LIMITS: dict[str, int] = {
-    "max_position_embeddings": 256,
-    "n_positions": 256,
-    "n_ctx": 256,
-    "max_source_positions": 128,
-    "max_target_positions": 128,
-    "max_seq_len": 256,
-    "seq_len": 256,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "moe_topk": 2,
-    "moe_top_k": 2,
-    "moe_k": 2,
-    "n_group": 2,
-    "num_expert_group": 2,
-    "topk_group": 1,
-    "expert_capacity": 8,
-    "first_k_dense_replace": 1,
-    "attn_layer_period": 2,
-    "attn_layer_offset": 1,
-    "expert_layer_period": 2,
-    "full_attention_interval": 2,
-    "layer_group_size": 2,
-    "num_nextn_predict_layers": 0,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "index_head_dim": 16,
-    "index_n_heads": 2,
-    "index_topk": 8,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_num_heads": 4,
-    "mamba_n_heads": 8,
-    "mamba_num_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_headdim": 16,
-    "mamba_n_groups": 1,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 128,
-    "mamba_dt_rank": 4,
-    "n_mamba_heads": 2,
-    "ssm_state_size": 8,
-    "state_size": 8,
-    "time_step_rank": 4,
-    "chunk_size": 16,
-    "mamba_chunk_size": 16,
-    "num_queries": 12,
-    "two_stage_num_proposals": 12,
-    "num_denoising": 4,
-    "num_query_tokens": 4,
-    "num_detection_tokens": 8,
-    "type_vocab_size": 16,
-    "num_codebooks": 4,
-    "num_filters": 8,
-    "upsample_groups": WIDTH,
-    "index_kpool": 2,
-    "embedding_rank": 32,
-    "sliding_window": 8,
-    "attention_chunk_size": 8,
-    "num_kv_shared_layers": 1,
-    "num_frames": 4,
-    "num_position_embeddings": 64,
-    "vocab_size_per_layer_input": VOCAB,
-    "embedding_size": 32,
-    "mm_tokens_per_image": 4,
-    "rotary_dim": 8,
-    "encoder_hash_byte_group_vocab": 64,
-    "patch_embed_hidden_size": 1 << 30,
-    "num_pos_feats": 32,
-    "insert_layer_id": 0,
-    "entity_vocab_size": 32,
-    "post_conv_in_channels": WIDTH,
-    "upsample_initial_channel": 128,
-    "pooler_output_size": WIDTH,
-    "image_embedding_size": 4,
-}
 EXPERTS = re.compile(r"^(num_experts|n_routed_experts|num_local_experts|moe_num_experts|zero_expert_num)$")
 
 
@@ -170,7 +81,7 @@ def _shrink(config: dict[str, Any], ids: _TokenIds) -> dict[str, Any]:
     model_type = config.get("model_type")
     if model_type in CONVOLUTIONAL:
         result = dict(config)
-        merge(result, OVERRIDES.get(model_type, {}))
+        merge(result, OVERRIDES.get(model_type, {}) if model_type != "timm_wrapper" else {})  # its parents say which
         return result
     config = _fewer_layers(config)
     result = {}
@@ -280,7 +191,9 @@ def _heads(key: str, value: int, config: dict[str, Any]) -> int:
 def _kv_heads(key: str, value: int, config: dict[str, Any]) -> int:
     """Half of the query heads where there are fewer by default, else all."""
     partner = re.sub(r"(key_value_attention|key_value|kv)_heads", "attention_heads", key)
-    heads = next((config[name] for name in (partner, "num_attention_heads", "n_heads") if name in config), value)
+    heads = next(
+        (config[name] for name in (partner, "num_attention_heads", "n_heads", "num_heads") if name in config), value
+    )
     if not isinstance(heads, int) or value >= heads:
         return min(value, HEADS)
     return min(value, HEADS // 2)
@@ -354,6 +267,8 @@ def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
             for name, value in config.items()
             if isinstance(value, list) and len(value) == count and count > 4 and not isinstance(value[0], list | dict)
         }
+        numbers = [name for name, value in patterns.items() if isinstance(value[0], int) and len(set(value)) == count]
+        patterns = {name: value for name, value in patterns.items() if name not in numbers}  # layers, not kinds
         kinds = [tuple(item) for item in zip(*patterns.values(), strict=True)] if patterns else [()] * count
         layers = {int(index): layer for index, layer in (config.get("per_layer_config") or {}).items()}
         if any("num_local_experts" not in layer for layer in layers.values()):
@@ -365,6 +280,7 @@ def _fewer_layers(config: dict[str, Any]) -> dict[str, Any]:
         result |= {name: [value[index] for index in keep] for name, value in patterns.items()}
         if layers:
             result["per_layer_config"] = {new: layers[old] for new, old in enumerate(keep) if old in layers}
+        result |= {name: list(range(len(keep))) for name in numbers}
         result[key] = len(keep)
         if key in ("num_hidden_layers", "depth", "num_layers", "n_layers"):
             result |= _layer_indices(config, len(keep))
