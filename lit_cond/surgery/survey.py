@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lit_cond.errors import LitCondError, UnknownAttentionError
-from lit_cond.surgery.families import describe, suspicion, unknown_attention
+from lit_cond.surgery.families import describe, not_attention, suspicion, unknown_attention
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name
 from lit_cond.surgery.tracing.entrance import Entrance
@@ -63,7 +63,7 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
     called = {name for shown in traces for name in shown.called}
     names = {module: clean_name(name) for name, module in model.named_modules()}
     traced = _bound(model, traces)
-    static, survey.unknown = _static(names)
+    static, survey.unknown, survey.left_alone = _static(names)
     for shown in traces:
         survey.entrances.update(
             (clean_name(e.module), replace(e, module=clean_name(e.module))) for e in shown.entrances
@@ -81,6 +81,8 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
         else:
             survey.sites.append(site)
     known = [site.name for site in survey.sites]
+    for name in known:
+        survey.left_alone.pop(name, None)
     for name in list(survey.unknown):
         around = any(
             site == name or site.startswith(f"{name}.") or name.startswith(f"{site}.") for site in known if site
@@ -205,10 +207,13 @@ def _site(
     )
 
 
-def _static(names: Mapping[nn.Module, str]) -> tuple[list[AttentionSite], dict[str, UnknownAttentionError]]:
-    """Return what the table of layouts says of every module."""
+def _static(
+    names: Mapping[nn.Module, str],
+) -> tuple[list[AttentionSite], dict[str, UnknownAttentionError], dict[str, str]]:
+    """Return what the table of layouts says of every module: attention, not understood, and none."""
     sites: list[AttentionSite] = []
     unknown: dict[str, UnknownAttentionError] = {}
+    none: dict[str, str] = {}
     for module, name in names.items():
         try:
             site = describe(module)
@@ -220,7 +225,9 @@ def _static(names: Mapping[nn.Module, str]) -> tuple[list[AttentionSite], dict[s
             continue
         if site is not None:
             sites.append(_named(site, name, names))
-    return sites, unknown
+        elif (other := not_attention(module)) is not None and any(True for _ in module.parameters()):
+            none[name] = other
+    return sites, unknown, none
 
 
 def _named(site: AttentionSite, name: str, names: Mapping[nn.Module, str]) -> AttentionSite:
