@@ -108,8 +108,8 @@ def _traces(model: nn.Module, sample: Any, notes: list[str]) -> list[Trace]:
         if any(name == seen or seen == "" or name.startswith(f"{seen}.") for seen in remembered):
             continue
         label = clean_name(name) or type(part).__name__
-        if isinstance(samples, LitCondError):
-            notes.append(f"'{label}' was not traced: {samples}")
+        if isinstance(samples, Exception):
+            notes.append(f"'{label}' was not traced: {_brief(samples)}")
             continue
         trace = _traced(part, samples, label, notes)
         if trace is not None:
@@ -147,11 +147,14 @@ def _traced(part: nn.Module, samples: list[Sample], label: str, notes: list[str]
     try:
         trace_and_remember(part, samples)
     except Exception as error:  # whatever a foreign forward raises
-        notes.append(
-            f"'{label}' was not traced: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        )
+        notes.append(f"'{label}' was not traced: {_brief(error)}")
         return None
     return _recall(part)
+
+
+def _brief(error: Exception) -> str:
+    text = str(error).strip().partition("\n")[0]
+    return text if isinstance(error, LitCondError) else f"{type(error).__name__}: {text}"
 
 
 def _prefixed(trace: Trace, prefix: str) -> Trace:

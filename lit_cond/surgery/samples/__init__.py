@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from lit_cond.errors import LitCondError
 from lit_cond.surgery.samples.base import Sample
 from lit_cond.surgery.samples.images import image_samples
 from lit_cond.surgery.samples.transformers import transformers_samples
@@ -46,7 +45,7 @@ def as_samples(value: Any) -> list[Sample]:
     return [Sample(value if isinstance(value, tuple) else (value,))]
 
 
-def sampled_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Sample] | LitCondError]]:
+def sampled_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Sample] | Exception]]:
     """Yield the outermost modules that say what they take, by name, with inputs or the reason why there are none.
 
     Args:
@@ -58,7 +57,7 @@ def sampled_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[Sampl
             continue
         try:
             samples = sample_inputs(module)
-        except LitCondError as error:
+        except Exception as error:  # a foreign configuration may hold anything
             taken.append(name)
             yield name, module, error
             continue

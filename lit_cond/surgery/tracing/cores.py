@@ -104,7 +104,7 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
         return [], problem
     alive = [node for node in projections if node.tensor is not None]
     if not alive or not operand.tensor.requires_grad:
-        return [], "it is made far from here" if projections else problem or "no weight makes it"
+        return [], "it is made outside of the layer" if projections else problem or "no weight makes it"
     if all(use.parameter is None for node in alive for use in node.weights):
         return [], "its weight is computed from parameters"
     generator = torch.Generator(device=operand.tensor.device).manual_seed(_SEED)
@@ -112,7 +112,8 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
         operand.tensor.shape, generator=generator, device=operand.tensor.device, dtype=operand.tensor.dtype
     )
     result = []
-    for node, reached in zip(alive, _reached(operand.tensor, seed, alive), strict=True):
+    for node, entries in zip(alive, _reached(operand.tensor, seed, alive), strict=True):
+        reached = entries.any(dim=0)
         for use in node.weights:
             if use.parameter is None or not bool(reached.any()):
                 continue
@@ -124,33 +125,38 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
 
 
 def _reached(tensor: Tensor, seed: Tensor, projections: Sequence[Node]) -> list[Tensor]:
-    """Return for each projection which of its output channels reach a tensor (channels,)."""
-    with torch.enable_grad():
-        leaves = [node.tensor for node in projections if node.tensor is not None]
-        gradients = torch.autograd.grad(tensor, leaves, seed, retain_graph=True, allow_unused=True)
+    """Return for each projection which of its output channels, at which places, reach a tensor (places, channels)."""
+    leaves = [node.tensor for node in projections if node.tensor is not None]
+    gradients = torch.autograd.grad(tensor, leaves, seed, retain_graph=True, allow_unused=True)
     result = []
     for node, gradient in zip(projections, gradients, strict=True):
-        sizes = [node.shape[axis] for axis in node.channels]
+        count = math.prod(node.shape[axis] for axis in node.channels)
         if gradient is None:
-            result.append(torch.zeros(math.prod(sizes), dtype=torch.bool, device=tensor.device))
-            continue
-        last = gradient.movedim(node.channels, tuple(range(-len(sizes), 0)))
-        result.append((last != 0).flatten(-len(sizes)).flatten(0, -2).any(dim=0))
+            result.append(torch.zeros(1, count, dtype=torch.bool, device=tensor.device))
+        else:
+            last = tuple(range(-len(node.channels), 0))
+            result.append((gradient.movedim(node.channels, last) != 0).reshape(-1, count))
     return result
 
 
 def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
-    """Whether the product of query and key sums over tokens: one entry of the sum then needs all rows of a head."""
-    tensor = query.tensor
-    if not sources or tensor.ndim < 2:
+    """Whether the product of query and key sums over tokens and not over channels.
+
+    An entry of a token axis belongs to one token, one of a channel axis to all of them. Where normalisation over tokens
+    hides that: an entry of a channel axis needs one channel of each head, one of a token axis all channels.
+    """
+    if not sources or query.tensor.ndim < 2:
         return False
     node = max(sources, key=lambda s: int(s.rows.sum())).node
-    counts = []
+    places, channels = [], []
     for axis in (query.contracted, _other_axis(query)):
-        entry = tensor.movedim(axis, -1)[..., 0]
-        counts.append(int(_reached(entry, torch.ones_like(entry), [node])[0].sum()))
-    # A slice through a channel axis needs few rows, one through the token axis all of them.
-    return counts[0] > counts[1]
+        entry = query.tensor.movedim(axis, -1)[..., 0]
+        (reached,) = _reached(entry, torch.ones_like(entry), [node])
+        places.append(int(reached.any(dim=1).sum()))
+        channels.append(int(reached.any(dim=0).sum()))
+    if places[0] != places[1]:
+        return places[0] < places[1]
+    return channels[0] > channels[1]
 
 
 def _heads(operand: Tensor) -> int | None:

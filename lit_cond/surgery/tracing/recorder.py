@@ -29,6 +29,9 @@ __all__ = ["Attention", "Recorder"]
 _KEPT_PRODUCTS = 48
 # Projections, likewise: between them and the attention that they serve.
 _KEPT_PROJECTIONS = 24
+_IN_PLACE = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__")
+)
 
 
 class Attention:
@@ -78,6 +81,7 @@ class Recorder(TorchFunctionMode):
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(p): p for p in model.parameters()}
         self._places: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}
         self._products: deque[Node] = deque()
         self._projections: deque[Node] = deque()
 
@@ -89,9 +93,12 @@ class Recorder(TorchFunctionMode):
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
             handles.append(module.register_forward_hook(self._leave))
         try:
-            with torch.enable_grad(), self:
+            with torch.no_grad(), self:
                 yield self
         finally:
+            with torch.no_grad():
+                for tensor, value in self._originals.values():
+                    tensor.copy_(value)
             for handle in handles:
                 handle.remove()
 
@@ -148,14 +155,18 @@ class Recorder(TorchFunctionMode):
         node = Node(len(self.nodes), name, [self.node_of(t) for t in inputs], self.call)
         if product is not None:
             self._classify(node, product)
-        in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if node.weights:
             with torch.no_grad():
                 leaf = func(*args, **kwargs).detach().requires_grad_()
             self._keep(self._projections, _KEPT_PROJECTIONS, node, leaf)
-            result = leaf.clone()  # a leaf itself could not be changed in place
-        elif in_place or name.startswith("__i"):
-            result = func(*args, **kwargs)
+            with torch.enable_grad():
+                result = leaf.clone()  # a leaf itself could not be changed in place
+        elif in_place and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad:
+            # Some models rescale their weights while they run (RWKV).
+            self._originals.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
+            with torch.no_grad():
+                result = func(*args, **kwargs)
         else:
             # Parts of a model may run without gradients, frozen towers for instance.
             with torch.enable_grad():
@@ -175,12 +186,14 @@ class Recorder(TorchFunctionMode):
                 if before is not node:
                     node.parents.append(before)
         if product is not None and node.is_product:
-            self._multiply(node, product, outputs[0])
+            with torch.enable_grad():
+                self._multiply(node, product, outputs[0])
         if name in JOINS:
             axis = kwargs.get("dim", args[1] if len(args) > 1 else 0)
             node.axis = axis % len(node.shape) if isinstance(axis, int) else 0
         if name == "scaled_dot_product_attention":
-            self._attend(node, args, kwargs)
+            with torch.enable_grad():
+                self._attend(node, args, kwargs)
         return result
 
     def _finish(self, node: Node, outputs: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -230,7 +243,8 @@ class Recorder(TorchFunctionMode):
     def _multiply(self, node: Node, product: Product, output: Tensor) -> None:
         """Take up a product of two activations: scores, or the average of values by a softmax of scores."""
         sides = (product.left, product.right)
-        if not is_floating(output):
+        if not is_floating(output) or not output.requires_grad:  # a product of masks, of positions
+            node.is_product = False
             return
         nodes = [self.node_of(t) for t in sides]
         operands = [
@@ -292,16 +306,10 @@ class Recorder(TorchFunctionMode):
             result = func(*args, **kwargs)
         self._finish(node, list(tensors_in(result)), args, kwargs)
         node.products = node.softmaxes = ()
-        mask = {name: given.get(name) for name in ("attn_mask", "is_causal")}
-        self.found(
-            Attention(
-                Operand(q, self.node_of(q), -1, -2),
-                Operand(k, self.node_of(k), -1, -2),
-                Operand(v, self.node_of(v), -2, -1),
-                node,
-                arguments={**mask, "true_is_hidden": True},
-            )
-        )
+        arguments = {"true_is_hidden": True, **{name: given.get(name) for name in ("attn_mask", "is_causal")}}
+        operands = (Operand(q, self.node_of(q), -1, -2), Operand(k, self.node_of(k), -1, -2))
+        with torch.enable_grad():
+            self.found(Attention(*operands, Operand(v, self.node_of(v), -2, -1), node, arguments=arguments))
         return result
 
 
@@ -324,8 +332,7 @@ def _asks(softmax: Node, scores: Node) -> int:
     # The last row: behind a causal mask the first one sees a single score and has no gradient.
     row = rows.reshape(-1, rows.shape[-1])[-1]
     weights = torch.linspace(1.0, 2.0, row.numel(), device=row.device, dtype=row.dtype)
-    with torch.enable_grad():
-        (gradient,) = torch.autograd.grad(row, scores.tensor, weights, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(row, scores.tensor, weights, retain_graph=True, allow_unused=True)
     if gradient is None:
         return 0
     touched = (gradient != 0).nonzero()

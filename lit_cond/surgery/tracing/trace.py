@@ -74,6 +74,9 @@ class Trace:
     unresolved: tuple[tuple[str, str], ...] = ()
 
 
+_OUTSIDE = "it is made outside of the layer"
+
+
 @dataclass(eq=False)
 class _Layer:
     """Calls of one attention layer, joined."""
@@ -174,11 +177,22 @@ def _key(core: Core, anchor: Call) -> object:
 
 
 def _complete(layers: Iterable[_Layer]) -> list[_Layer]:
-    """Drop the products of an approximation whose other products have all three operands."""
+    """Drop products whose operands are part of another one of the same module.
+
+    Relative positions make scores and values of their own; an approximation has products of products.
+    """
     layers = list(layers)
+    layers = [layer for layer in layers if not any(_is_part(layer, other) for other in layers)]
     whole = {id(layer.anchor.module) for layer in layers if all(layer.sources[role] for role in ROLES)}
     mixed = [layer for layer in layers if _mixes(layer) and id(layer.anchor.module) in whole]
     return [layer for layer in layers if not any(layer is m for m in mixed)]
+
+
+def _is_part(layer: _Layer, other: _Layer) -> bool:
+    if layer is other or layer.anchor.module is not other.anchor.module:
+        return False
+    mine, others = ({(role, id(s.parameter)) for role in ROLES for s in each.sources[role]} for each in (layer, other))
+    return mine < others
 
 
 def _mixes(layer: _Layer) -> bool:
@@ -198,7 +212,7 @@ def _site(layer: _Layer, owners: dict[int, list[tuple[str, str, nn.Module]]]) ->
         elif layer.sources[role]:
             notes[role] = "its rows are too irregular to describe"
         else:
-            notes[role] = core.problems.get(role) or "it is made outside of the layer"
+            notes[role] = core.problems.get(role) or _OUTSIDE
     rows = {role: _count(layer.sources[role], places.get(role, ())) for role in ROLES}
     return TracedSite(
         layer.anchor.name,
