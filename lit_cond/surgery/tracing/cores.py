@@ -145,7 +145,7 @@ def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
     An entry of a token axis belongs to one token, one of a channel axis to all of them. Where normalisation over tokens
     hides that: an entry of a channel axis needs one channel of each head, one of a token axis all channels.
     """
-    if not sources or query.tensor.ndim < 2:
+    if not sources or query.tensor.ndim < 2 or query.tensor.shape[_other_axis(query)] == 1:
         return False
     node = max(sources, key=lambda s: int(s.rows.sum())).node
     places, channels = [], []
