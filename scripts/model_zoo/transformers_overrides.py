@@ -1,4 +1,4 @@
-"""Numbers of tiny configurations: the largest values by entry, and by type what no rule of `transformers_shrink` finds."""
+"""Numbers of tiny configurations: largest values by entry, and by type what no rule of `transformers_shrink` finds."""
 
 from __future__ import annotations
 

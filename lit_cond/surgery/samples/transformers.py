@@ -42,6 +42,14 @@ UNREACHED: dict[str, tuple[str, ...]] = {
 TEXT = ("input_ids", "inputs_embeds")
 
 
+class PartSample(Sample):
+    """A call of a part, or of a method of a part; `method` is a path with dots."""
+
+    def run(self, module: nn.Module) -> Any:
+        """Call the part and return what it returns."""
+        return operator.attrgetter(self.method or "")(module)(*self.args, **self.kwargs)
+
+
 def transformers_samples(model: nn.Module) -> list[Sample]:
     """Make small inputs that run the attention of every tower of a model.
 
@@ -66,19 +74,16 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         samples = [_main_sample(facts, parameters, {name for method in separate for name in TOWERS[method]})]
     except ConfigurationError:
         samples = [sample for name, child in model.named_children() for sample in _part_samples(name, child)]
-        separate = (
-            []
-            if samples
-            else separate or [method for method in TOWERS if hasattr(model, method) and _has_tower(model, method)][:1]
-        )
+        separate = [] if samples else separate or _towers(model)[:1]
         if not samples and not separate:
             raise
     if not hasattr(model, "video_tower"):
         separate = [method for method in separate if method != "get_video_features"]  # the tower of the images
     samples += [_tower_sample(facts, method) for method in separate]
-    for path in UNREACHED.get(facts.config.model_type, ()):
-        if path.split(".")[0] in dict(model.named_children()):
-            samples += _part_samples(path, model.get_submodule(path))
+    for path in UNREACHED.get(getattr(facts.config, "model_type", ""), ()):
+        for name, part in model.named_modules():
+            if name == path or name.endswith(f".{path}"):
+                samples += _part_samples(name, part)
     return samples
 
 
@@ -88,6 +93,7 @@ def _main_sample(facts: Facts, parameters: dict[str, inspect.Parameter], left_ou
     kwargs = _arguments(
         Call(facts, parameters, left_out, _placeholders(facts, parameters, left_out)), f"{name}.forward"
     )
+    # The output of llama4 asks its text model for a field that this does not have, so that its forward always fails.
     if not any(isinstance(value, Tensor) for value in kwargs.values()) or facts.kind("llama4"):
         raise ConfigurationError(
             f"{name}.forward takes {', '.join(parameters) or 'nothing by name'}: nothing that can be made from its "
@@ -101,14 +107,6 @@ def _tower_sample(facts: Facts, method: str) -> Sample:
     parameters = _parameters(getattr(facts.model, method))
     call = Call(facts, parameters, frozenset(), _placeholders(facts, parameters, set()))
     return Sample(kwargs=_arguments(call, f"{type(facts.model).__name__}.{method}"), method=method)
-
-
-class PartSample(Sample):
-    """A call of a part, or of a method of a part; `method` is a path with dots."""
-
-    def run(self, module: nn.Module) -> Any:
-        """Call the part and return what it returns."""
-        return operator.attrgetter(self.method or "")(module)(*self.args, **self.kwargs)
 
 
 def _part_samples(name: str, child: nn.Module) -> list[Sample]:
@@ -137,18 +135,26 @@ def _placeholders(facts: Facts, parameters: dict[str, inspect.Parameter], left_o
         return 0, 0
     queries = facts.get("vision", "num_query_tokens")
     if queries is not None:
-        return int(queries) * (
-            facts.size("vision", "num_frames", default=4) if facts.kind("instructblipvideo") else 1
-        ), token
+        frames = facts.size("vision", "num_frames", default=4) if facts.kind("instructblipvideo") else 1
+        return int(queries) * frames, token
     for module in facts.model.modules():
-        function = getattr(module, "get_image_features", None)
-        if function is None or hasattr(module, "get_text_features"):
-            continue
-        with torch.no_grad():
-            arguments = _arguments(Call(Facts(module), _parameters(function), frozenset()), type(module).__name__)
-            features = function(**arguments)
-        return _rows(getattr(features, "pooler_output", features)) // facts.batch, token
+        if hasattr(module, "get_image_features") and not hasattr(module, "get_text_features"):
+            return _rows(_image_features(module)) // facts.batch, token
     return 0, 0
+
+
+def _image_features(module: nn.Module) -> Any:
+    """What a module makes of a sample image, in evaluation mode, so that nothing random or remembered happens."""
+    sample = _tower_sample(Facts(module), "get_image_features")
+    modes = {item: item.training for item in module.modules()}
+    module.eval()
+    try:
+        with torch.no_grad():
+            features = sample.run(module)
+    finally:
+        for item, training in modes.items():
+            item.training = training
+    return getattr(features, "pooler_output", features)
 
 
 def _rows(features: Any) -> int:
@@ -172,12 +178,17 @@ def _separate_towers(model: nn.Module, parameters: dict[str, inspect.Parameter])
         return []
     return [
         method
-        for method, names in TOWERS.items()
-        if hasattr(model, method)
-        and _has_tower(model, method)
-        and any(name in parameters for name in names)
-        and not any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in names)
+        for method in _towers(model)
+        if any(name in parameters for name in TOWERS[method])
+        and not any(
+            name in parameters and parameters[name].default is inspect.Parameter.empty for name in TOWERS[method]
+        )
     ]
+
+
+def _towers(model: nn.Module) -> list[str]:
+    """The methods of towers that are there."""
+    return [method for method in TOWERS if hasattr(model, method) and _has_tower(model, method)]
 
 
 def _has_tower(model: nn.Module, method: str) -> bool:
