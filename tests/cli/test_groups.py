@@ -33,7 +33,7 @@ OTHER = {
     },
     "tokens": {
         "correction": "exact", "scale": 2.0, "strength": 0.5, "detach": False, "backend": "svd",
-        "include": ["blocks.0"], "channel_axis": 1,
+        "include": ["blocks.0"], "channel_axis": 1, "prefix_tokens": "auto",
     },
     "schedule": {
         "schedule": "cosine", "start": 0.1, "end": 0.9, "num_steps": 10, "every_n_steps": 5, "monitor": "train/loss",

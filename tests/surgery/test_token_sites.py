@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lit_cond import TokenRule, condition_, uncondition_
+from lit_cond.callbacks import ConditionedTokens
 from lit_cond.errors import ConfigurationError, NoMatchingTargetError
 from lit_cond.functional import condition_number
 from lit_cond.surgery import find_token_sites
@@ -14,7 +15,7 @@ from lit_cond.surgery.masks import leaks_from_future, valid_tokens
 from lit_cond.surgery.tokens import TokenForward, token_forwards
 from scripts.token_site_check import Reference, check_token_site
 from scripts.token_site_references import cases
-from tests.tiny import ATTENTION, TinyTransformer, largest_difference
+from tests.tiny import ATTENTION, TinyModule, TinyTransformer, largest_difference, make_loader, make_trainer
 
 WIDTH = 32
 # Name of the site, axis of the channels, batch first, learned tokens in front; one for each tower.
@@ -386,3 +387,24 @@ def test_boolean_masks_are_read_by_their_diagonal():
     padded = (~hidden).clone()
     padded[..., 3:] = False
     assert valid_tokens({"attention_mask": padded}, 2, 5)[0].tolist() == [True] * 3 + [False] * 2
+
+
+def test_the_callback_takes_a_prefix_and_says_so(tmp_path):
+    class Module(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.net.first = nn.Parameter(torch.randn(1, 2, WIDTH))
+            self.example_input_array = torch.randn(2, 6, 12)
+
+        def forward(self, x):
+            tokens = torch.cat([self.net.first.expand(len(x), -1, -1), self.net.embed(x)], dim=1)
+            for block in self.net.blocks:
+                tokens = block(tokens)
+            return self.net.head(tokens.mean(1))
+
+    module, callback = Module(), ConditionedTokens(prefix_tokens="auto")
+    trainer = make_trainer(tmp_path, [callback])
+    trainer.fit(module, make_loader())
+    [(name, forward)] = token_forwards(module)
+    assert (name, forward.prefix) == ("net.blocks.0", 2)
+    assert "input of 'net.blocks.0', 32 channels, behind the first 2 tokens" in callback.describe(module)
