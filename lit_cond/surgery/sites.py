@@ -204,13 +204,14 @@ class AttentionSite:
         module: The attention module.
         views: The projection matrices by role.
         num_heads: Query heads, None where it is not known.
-        num_kv_heads: Key and value heads, None where it is not known.
+        num_kv_heads: Key heads, None where it is not known; value heads as well unless `num_value_heads` differs.
         kind: What the softmax runs over: tokens of the same sequence, of another one, or channels; "latent" where keys
             and values come from one low-rank latent, "approximate" where not all scores are computed.
         causal: Whether a position attends to itself and earlier ones only.
         batch_first: Whether token tensors come as (batch, tokens, ...) and not as (tokens, batch, ...).
         traced: Whether a forward pass has shown the rows; else they come from the table of known layouts.
         notes: Why a role has no matrix here.
+        num_value_heads: Value heads where there are not as many as key heads (differential attention).
     """
 
     name: str
@@ -223,9 +224,12 @@ class AttentionSite:
     batch_first: bool = True
     traced: bool = False
     notes: Mapping[Role, str] = field(default_factory=dict)
+    num_value_heads: int | None = None
 
     def heads(self, role: Role) -> int | None:
         """Return the number of heads of a role's matrix."""
+        if role == "value":
+            return self.num_value_heads or self.num_kv_heads
         return self.num_heads if role == "query" else self.num_kv_heads
 
     def matrix_view(self, role: Role) -> WeightView | None:

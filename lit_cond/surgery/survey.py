@@ -207,6 +207,7 @@ def _site(
         traced.causal,
         traced=True,
         notes=traced.notes,
+        num_value_heads=traced.num_value_heads,
     )
 
 
@@ -313,8 +314,6 @@ def _one(traced: AttentionSite, static: AttentionSite | None) -> AttentionSite:
         return traced
     return replace(
         traced,
-        num_heads=traced.num_heads or static.num_heads,
-        num_kv_heads=traced.num_kv_heads or static.num_kv_heads,
         causal=traced.causal or static.causal,
         batch_first=static.batch_first,
     )

@@ -45,6 +45,7 @@ class Core:
         sources: What made the query, key and value.
         problems: Why a role has no rows, or not all.
         head_width: Channels of one head of the query.
+        value_width: Channels of one head of the value.
         heads: Heads of query and key as their shapes show them, None where they do not.
         over_channels: Whether the softmax runs over channels instead of tokens.
         causal: Whether each position sees itself and earlier ones only.
@@ -54,6 +55,7 @@ class Core:
     sources: dict[Role, list[Source]]
     problems: dict[Role, str] = field(default_factory=dict)
     head_width: int = 0
+    value_width: int = 0
     heads: tuple[int | None, int | None] = (None, None)
     over_channels: bool = False
     causal: bool = False
@@ -70,6 +72,8 @@ def resolve(attention: Attention) -> Core:
     query = attention.query
     core.over_channels = _contracts_tokens(query, core.sources["query"])
     core.head_width = query.tensor.shape[_other_axis(query) if core.over_channels else query.contracted]
+    value = attention.value
+    core.value_width = value.tensor.shape[value.contracted if core.over_channels else _other_axis(value)]
     core.heads = _heads(query.tensor), _heads(attention.key.tensor)
     core.causal = _is_causal(attention)
     return core

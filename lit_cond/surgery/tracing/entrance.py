@@ -41,6 +41,7 @@ class Entrance:
         prefix: Learned tokens (class, registers) that stand before those of the input.
         derived: Whether they are made of the tokens of an earlier entrance, in any way.
         rule: Which rule found it.
+        joined: Whether all samples of the batch stand one behind the other, in one sequence.
         channel_axis: The axis of the channels, -1 for the last; None where the pass does not show it.
         repeats_in: The block is called again on its own output; this many last parts of its name lead from the module
             in which that happens. None where it is not called again.
@@ -56,6 +57,7 @@ class Entrance:
     prefix: int = 0
     derived: bool = False
     rule: Literal["E1", "E2"] = "E1"
+    joined: bool = False
     channel_axis: int | None = None
     repeats_in: int | None = None
 
@@ -88,15 +90,16 @@ def find_entrances(
     # A map with one channel weighs tokens and is none.
     places = [place for place in places if not _has_one_channel(place[1], place[2])]
     # What a block adds to itself inside comes after what entered it, whichever attention ran first.
-    places.sort(key=lambda place: place[2].index)
+    places.sort(key=lambda place: place[2].index if place[3] == "E1" else place[0].index)
     below = _below(recorder, {node for _, _, node, _ in places})
     found: list[Entrance] = []
     earlier: set[Node] = set()
+    entered: set[Node] = set()
     for core, innermost, node, rule in places:
         call, argument = _block(recorder.model, innermost, node)
         axis = channel_axis(node, call)
         made_of = set(stream(node, earlier))
-        news = any(_brings_input(n, below) for n in made_of - earlier)
+        news = any(_brings_input(n, below) for n in made_of - earlier - entered)
         turned = tokens_first(core, node, batch)
         found.append(
             Entrance(
@@ -110,11 +113,13 @@ def find_entrances(
                 prefix=prefix_length(node, turned=turned),
                 derived=node in below,
                 rule=rule,
+                joined=len(node.shape) == 2 or (len(node.shape) == 3 and node.shape[0] == 1 and batch not in (1, None)),
                 channel_axis=axis,
                 repeats_in=_repeats(recorder, call, argument),
             )
         )
         earlier.add(node)
+        entered |= made_of
     return found
 
 

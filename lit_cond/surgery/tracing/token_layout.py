@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator
 from torch import nn
 
 from lit_cond.surgery.tracing.graph import Call, Node
-from lit_cond.surgery.tracing.operations import JOINS
+from lit_cond.surgery.tracing.operations import CUTS, JOINS
 
 __all__ = ["ENDS", "channel_axis", "prefix_length", "stream", "tokens_first"]
 
@@ -57,32 +57,58 @@ def tokens_first(core: Node, tokens: Node, batch: int | None) -> bool:
         if len(shape) == 3 and shape[:2] in ((first, second), (second, first)):
             swapped = first != second and shape[:2] == (second, first)
             return bool(call.module.batch_first) == swapped
-    return first != batch and second == batch
+    return first not in (1, batch) and second == batch
 
 
 def prefix_length(tokens: Node, *, turned: bool = False) -> int:
-    """Return how many learned tokens were put before the others.
-
-    What stands before the longest part that depends on the input counts: registers are put between the class token and
-    the patches by cutting them apart and joining three parts.
+    """Return how many learned tokens stand before all that depend on the input.
 
     Args:
         tokens: The tokens.
-        turned: Whether they stand before the batch; they may have been joined behind it all the same.
+        turned: Whether they stand before the batch.
     """
-    count = 0
-    axes = (0, 1) if turned else (1,)
-    for node in stream(tokens):
-        axis = node.axis
-        if node.name not in JOINS or len(node.shape) != len(tokens.shape) or axis not in axes:
-            continue
-        parts = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
-        if not node.from_input or not parts:  # encodings of positions may be joined too
-            continue
-        longest = max((p for p in parts if p.from_input), key=lambda p: p.shape[axis])
-        before = parts[: parts.index(longest)]
-        count += sum(p.shape[axis] for p in before if not p.from_input and p.differentiable)
-    return count
+    return _leading(tokens, 0 if turned else 1, {}) if tokens.from_input else 0
+
+
+def _leading(node: Node, axis: int, known: dict[tuple[Node, int], int]) -> int:
+    """Return how many leading entries of an axis do not depend on the input."""
+    if (node, axis) in known:
+        return known[node, axis]
+    known[node, axis] = 0
+    if len(node.shape) <= axis:
+        return 0
+    length = node.shape[axis]
+    if not node.from_input:
+        known[node, axis] = length if node.differentiable else 0
+    elif not (node.weights or node.is_product or node.name in ENDS):
+        known[node, axis] = _leading_in(node, axis, length, known)
+    return known[node, axis]
+
+
+def _leading_in(node: Node, axis: int, length: int, known: dict[tuple[Node, int], int]) -> int:
+    parents = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
+    if node.name in JOINS and node.axis == axis:
+        count = 0
+        for part in parents:
+            leading = _leading(part, axis, known)
+            count += leading
+            if leading < part.shape[axis]:
+                break
+        return count
+    counts = []
+    for parent in (p for p in parents if p.from_input):
+        size = math.prod(parent.shape)
+        if parent.shape[axis] == length:
+            counts.append(_leading(parent, axis, known))
+        elif size == math.prod(node.shape) and axis < 2 and parent.shape[1 - axis] == length:
+            counts.append(_leading(parent, 1 - axis, known))  # turned round
+        elif node.name in CUTS and parent.shape[axis] > length:
+            leading = _leading(parent, axis, known)
+            # The learned tokens are cut off, or what is behind them.
+            counts.append(0 if length == parent.shape[axis] - leading > leading else min(leading, length))
+        else:
+            counts.append(0)
+    return min(counts, default=0)
 
 
 def channel_axis(tokens: Node, block: Call) -> int | None:

@@ -43,6 +43,7 @@ class TracedSite:
         places: The rows that made query, key and value.
         num_heads: Query heads, None where rows and head width do not fit together.
         num_kv_heads: Key heads, likewise.
+        num_value_heads: Value heads, likewise.
         kind: What the softmax runs over.
         causal: Whether a position sees itself and earlier ones only.
         notes: Why a role has no rows here.
@@ -52,6 +53,7 @@ class TracedSite:
     places: dict[Role, tuple[Place, ...]]
     num_heads: int | None
     num_kv_heads: int | None
+    num_value_heads: int | None
     kind: Kind
     causal: bool
     notes: dict[Role, str]
@@ -219,6 +221,7 @@ def _site(layer: _Layer, owners: dict[int, list[tuple[str, str, nn.Module]]]) ->
         places,
         _quotient(rows["query"], core.head_width) or core.heads[0],
         _quotient(rows["key"], core.head_width) or core.heads[1],
+        _quotient(rows["value"], core.value_width),
         _kind(layer, places),
         all(c.causal for c in layer.cores),
         notes,
