@@ -38,6 +38,7 @@ class TokenSite:
         scope_name: Its dotted name.
         causal: Whether attention inside lets a position see itself and earlier ones only.
         channels: Number of channels of the tokens; None where only that of the attention layer is known.
+        joined: Whether all samples of a batch stand one behind the other, in one sequence.
     """
 
     # In latent attention and behind bottlenecks the layer has other channels than the tokens.
@@ -53,6 +54,7 @@ class TokenSite:
     scope_name: str = ""
     causal: bool = False
     channels: int | None = None
+    joined: bool = False
 
 
 def find_token_sites(model: nn.Module, include: Pattern = None, *, sample: Any = None) -> list[TokenSite]:
@@ -134,6 +136,7 @@ def _token_site(
         scope_name,
         causal,
         None if axis is None else entrance.shape[axis],
+        entrance.joined,
     )
 
 

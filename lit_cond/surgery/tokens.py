@@ -54,6 +54,7 @@ class TokenForward(InstanceForward):
         self.batch_first = site.batch_first
         self.argument = site.argument
         self.axis = site.channel_axis
+        self.joined = site.joined
         self.prefix = _prefix(site, rule)
         self.prefix_safe = is_prefix_safe(rule.correction, rule.scale)
         self.handles: list[Any] = []
@@ -102,9 +103,15 @@ class TokenForward(InstanceForward):
         return self.passes.open and self.passes.enter()
 
     def _correct_call(self, tokens: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        starts = self._arguments(args, kwargs).get("cu_seqlens") if tokens.ndim == 2 else None
-        if isinstance(starts, Tensor):
-            return self._correct_packed(tokens, starts)
+        if tokens.ndim == 2 or (tokens.ndim == 3 and tokens.shape[0] == 1):
+            starts = self._arguments(args, kwargs).get("cu_seqlens")
+            if isinstance(starts, Tensor):
+                return self._correct_packed(tokens.flatten(0, -2), starts).view(tokens.shape)
+        if self.joined and tokens.ndim == 3:
+            raise ConfigurationError(
+                f"the samples of a batch stand one behind the other in the tokens {tuple(tokens.shape)} at "
+                f"'{self.name}', and no `cu_seqlens` says where each begins; choose other towers with `include`"
+            )
         return self.correct(tokens, self.find_mask(args, kwargs, tokens))
 
     def _first_call(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -375,8 +375,102 @@ def test_sequences_one_behind_the_other_are_corrected_each_for_itself():
     x = torch.randn(11, WIDTH)
     starts = torch.tensor([0, 4, 11])
     corrected = forward._correct_call(x, (x,), {"cu_seqlens": starts})
+    same = forward._correct_call(x[None], (x[None],), {"cu_seqlens": starts})
     for a, b in ((0, 4), (4, 11)):
-        assert largest_difference(corrected[a:b], forward.correct(x[None, a:b])[0]) < 1e-5
+        alone = forward.correct(x[None, a:b])[0]
+        assert largest_difference(corrected[a:b], alone) < 1e-5
+        assert largest_difference(same[0, a:b], alone) < 1e-5
+
+
+class Joined(nn.Module):
+    """Puts all samples into one sequence."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = TinyTransformer()
+        self.example_input_array = torch.randn(2, 6, 12)
+
+    def forward(self, x):
+        tokens = self.body.embed(x).reshape(1, -1, WIDTH)
+        for block in self.body.blocks:
+            tokens = block(tokens)
+        return tokens
+
+
+def test_samples_joined_without_a_word_on_where_each_begins_are_refused():
+    model = Joined()
+    condition_(model, TokenRule())
+    with pytest.raises(ConfigurationError, match="no `cu_seqlens` says where each begins"):
+        model(torch.randn(2, 6, 12))
+
+
+class Between(nn.Module):
+    """A learned token in the middle, or in front of tokens that are cut apart and joined around more of them."""
+
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.body = TinyTransformer()
+        self.token, self.more = nn.Parameter(torch.randn(1, 1, WIDTH)), nn.Parameter(torch.randn(1, 3, WIDTH))
+        self.position = nn.Parameter(torch.randn(1, 7, WIDTH))
+
+    def forward(self, x):
+        x = self.body.embed(x)
+        token, more = self.token.expand(len(x), -1, -1), self.more.expand(len(x), -1, -1)
+        with_token = torch.cat([token, x], dim=1) + self.position
+        if self.how == "middle":
+            tokens = torch.cat([x, with_token], dim=1)
+        elif self.how == "behind":
+            tokens = torch.cat([with_token, more], dim=1)
+        elif self.how == "registers":
+            tokens = torch.cat([with_token[:, :1], more, with_token[:, 1:]], dim=1)
+        else:
+            tokens = torch.cat([more, with_token], dim=1)
+        for block in self.body.blocks:
+            tokens = block(tokens)
+        return tokens
+
+
+@pytest.mark.parametrize(("how", "prefix"), [("middle", 0), ("behind", 1), ("registers", 4), ("front", 4)])
+def test_the_prefix_ends_where_tokens_of_the_input_begin(how, prefix):
+    [site] = find_token_sites(Between(how), sample=torch.randn(2, 6, 12))
+    assert site.prefix == prefix
+
+
+def test_a_thousand_operations_between_the_class_token_and_the_first_block_are_no_problem():
+    class Far(Between):
+        def forward(self, x):
+            tokens = torch.cat([self.token.expand(len(x), -1, -1), self.body.embed(x)], dim=1)
+            for _ in range(2000):
+                tokens = tokens + 0.001
+            return self.body.blocks[0](tokens)
+
+    [site] = find_token_sites(Far(""), sample=torch.randn(2, 6, 12))
+    assert site.prefix == 1
+
+
+class TwoTimescales(nn.Module):
+    """A second tower that gets what the first has made and the embedding that has entered there before."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.low, self.high = TinyTransformer(), TinyTransformer()
+
+    def forward(self, x):
+        embedded = tokens = self.low.embed(x)
+        for block in self.low.blocks:
+            tokens = block(tokens)
+        tokens = tokens + embedded
+        for block in self.high.blocks:
+            tokens = block(tokens)
+        return tokens
+
+
+def test_what_has_entered_before_opens_no_second_tower():
+    assert [s.name for s in find_token_sites(TwoTimescales(), sample=torch.randn(2, 6, 12))] == ["low.blocks.0"]
 
 
 def test_boolean_masks_are_read_by_their_diagonal():

@@ -95,6 +95,7 @@ def find_entrances(
     found: list[Entrance] = []
     earlier: set[Node] = set()
     entered: set[Node] = set()
+    known: dict[tuple[Node, int], int] = {}
     for core, innermost, node, rule in places:
         call, argument = _block(recorder.model, innermost, node)
         axis = channel_axis(node, call)
@@ -110,7 +111,7 @@ def find_entrances(
                 continues=node in below and not news,
                 learned=not node.from_input,
                 tokens_first=turned,
-                prefix=prefix_length(node, turned=turned),
+                prefix=prefix_length(node, turned=turned, known=known, until=earlier),
                 derived=node in below,
                 rule=rule,
                 joined=len(node.shape) == 2 or (len(node.shape) == 3 and node.shape[0] == 1 and batch not in (1, None)),

@@ -60,14 +60,27 @@ def tokens_first(core: Node, tokens: Node, batch: int | None) -> bool:
     return first not in (1, batch) and second == batch
 
 
-def prefix_length(tokens: Node, *, turned: bool = False) -> int:
+def prefix_length(
+    tokens: Node,
+    *,
+    turned: bool = False,
+    known: dict[tuple[Node, int], int] | None = None,
+    until: Collection[Node] = (),
+) -> int:
     """Return how many learned tokens stand before all that depend on the input.
 
     Args:
         tokens: The tokens.
         turned: Whether they stand before the batch.
+        known: What was found of other nodes, by axis; it is added to.
+        until: Nodes among them, behind which all is known.
     """
-    return _leading(tokens, 0 if turned else 1, {}) if tokens.from_input else 0
+    known = {} if known is None else known
+    # Oldest first, so that nothing recurses through a whole model.
+    for node in sorted(stream(tokens, until), key=lambda n: n.index):
+        for axis in (0, 1):
+            _leading(node, axis, known)
+    return known[tokens, 0 if turned else 1] if tokens.from_input else 0
 
 
 def _leading(node: Node, axis: int, known: dict[tuple[Node, int], int]) -> int:
