@@ -77,6 +77,18 @@ def test_placeholders_match_the_features_of_the_image():
     assert ((ids == model.config.image_token_index).sum(1) == model.config.num_query_tokens).all()
 
 
+def test_towers_under_a_head_are_run():
+    transformers = pytest.importorskip("transformers")
+    model = transformers.Gemma3nForConditionalGeneration(zoo.tiny_config("gemma3n")).eval()
+    ran = set()
+    for part in ("vision_tower", "audio_tower", "language_model"):
+        model.model.get_submodule(part).register_forward_pre_hook(lambda module, args, part=part: ran.add(part))
+    with torch.no_grad():
+        for sample in transformers_samples(model):
+            sample.run(model)
+    assert ran == {"vision_tower", "audio_tower", "language_model"}
+
+
 def test_zoo_builds_the_same_weights_twice_and_none_is_degenerate():
     first, second = zoo.build("llama"), zoo.build("llama")
     for (name, one), two in zip(first.named_parameters(), second.parameters(), strict=True):

@@ -24,7 +24,13 @@ __all__ = ["transformers_samples"]
 
 # Arguments of each modality, and the methods that run its tower alone.
 TOWERS: dict[str, tuple[str, ...]] = {
-    "get_image_features": ("pixel_values", "flattened_patches", "image_pixel_values", "high_res_pixel_values"),
+    "get_image_features": (
+        "pixel_values",
+        "pixel_values_images",
+        "flattened_patches",
+        "image_pixel_values",
+        "high_res_pixel_values",
+    ),
     "get_audio_features": ("input_features", "input_values", "audio_input_ids"),
     "get_video_features": ("pixel_values_videos",),
 }
@@ -77,9 +83,9 @@ def transformers_samples(model: nn.Module) -> list[Sample]:
         separate = [] if samples else separate or _towers(model)[:1]
         if not samples and not separate:
             raise
-    if not hasattr(model, "video_tower"):
+    if not any(name.endswith("video_tower") for name, _ in model.named_modules()):
         separate = [method for method in separate if method != "get_video_features"]  # the tower of the images
-    samples += [_tower_sample(facts, method) for method in separate]
+    samples += [_tower_sample(model, method) for method in separate]
     for path in UNREACHED.get(getattr(facts.config, "model_type", ""), ()):
         for name, part in model.named_modules():
             if name == path or name.endswith(f".{path}"):
@@ -102,11 +108,13 @@ def _main_sample(facts: Facts, parameters: dict[str, inspect.Parameter], left_ou
     return Sample(kwargs=kwargs)
 
 
-def _tower_sample(facts: Facts, method: str) -> Sample:
+def _tower_sample(model: nn.Module, method: str) -> Sample:
     """The call of the method that runs one tower."""
-    parameters = _parameters(getattr(facts.model, method))
+    path, owner = _owner(model, method) or ("", model)
+    facts, parameters = Facts(owner), _parameters(getattr(owner, method))
     call = Call(facts, parameters, frozenset(), _placeholders(facts, parameters, set()))
-    return Sample(kwargs=_arguments(call, f"{type(facts.model).__name__}.{method}"), method=method)
+    kwargs = _arguments(call, f"{type(owner).__name__}.{method}")
+    return PartSample(kwargs=kwargs, method=f"{path}.{method}") if path else Sample(kwargs=kwargs, method=method)
 
 
 def _part_samples(name: str, child: nn.Module) -> list[Sample]:
@@ -145,7 +153,7 @@ def _placeholders(facts: Facts, parameters: dict[str, inspect.Parameter], left_o
 
 def _image_features(module: nn.Module) -> Any:
     """What a module makes of a sample image, in evaluation mode, so that nothing random or remembered happens."""
-    sample = _tower_sample(Facts(module), "get_image_features")
+    sample = _tower_sample(module, "get_image_features")
     modes = {item: item.training for item in module.modules()}
     module.eval()
     try:
@@ -188,7 +196,19 @@ def _separate_towers(model: nn.Module, parameters: dict[str, inspect.Parameter])
 
 def _towers(model: nn.Module) -> list[str]:
     """The methods of towers that are there."""
-    return [method for method in TOWERS if hasattr(model, method) and _has_tower(model, method)]
+    return [method for method in TOWERS if _owner(model, method) is not None]
+
+
+def _owner(model: nn.Module, method: str) -> tuple[str, nn.Module] | None:
+    """Who has the method of a tower, and its path; None if no one.
+
+    The model that a head is put on comes first: the method of the head may take any arguments and hand them on.
+    """
+    prefix = str(getattr(model, "base_model_prefix", ""))
+    for path, module in ((prefix, getattr(model, prefix, None) if prefix else None), ("", model)):
+        if isinstance(module, nn.Module) and hasattr(module, method) and _has_tower(module, method):
+            return path, module
+    return None
 
 
 def _has_tower(model: nn.Module, method: str) -> bool:
