@@ -25,6 +25,7 @@ _TABLE: Sequence[tuple[_Layouts, str]] = (
     (
         (FusedLayout("qkv: q k v"),),
         """blip.BlipAttention blip_2.Blip2Attention cohere_compass.CohereCompassVisionAttention
+        dots3_note.Dots3NoteVisionAttention
         deepseek_ocr2.DeepseekOcr2SamVisionAttention deepseek_ocr2.DeepseekOcr2SamVisionSdpaAttention
         ernie4_5_vl_moe.Ernie4_5_VLMoeVisionAttention florence2.Florence2VisionWindowAttention
         glm4v.Glm4vVisionAttention glm4v_moe.Glm4vMoeVisionAttention glm5_next.Glm5NextVisionAttention
@@ -161,6 +162,16 @@ _TABLE: Sequence[tuple[_Layouts, str]] = (
             ),
         ),
         "evolla.EvollaSequenceAlignerCrossAttention",
+    ),
+    # Two attentions with the same scores: each side is the query of the one and the key of the other.
+    (
+        (
+            FusedLayout(
+                "vision_proj: q,k; text_proj: q,k; values_vision_proj: v; values_text_proj: v",
+                kind="cross",
+            ),
+        ),
+        """grounding_dino.GroundingDinoBiMultiHeadAttention mm_grounding_dino.MMGroundingDinoBiMultiHeadAttention""",
     ),
     # Two attentions whose scores are added.
     (

@@ -21,6 +21,11 @@ LOOKALIKES: tuple[tuple[str, str], ...] = (
     (r"DeformableAttention$|MSDeformAttn", "deformable attention: its weights are made of queries alone"),
     (r"FactorAtt", "factorised attention: its softmax is of keys alone"),
     (r"AdditiveAttention$|AttentionGRUCell$", "additive attention: no products of queries and keys"),
+    (
+        r"SplitAttn$|SelectiveKernelAttn$|CoordAttn$|^(Light)?(Channel|Spatial)Attn$",
+        "a gate: no products of queries and keys",
+    ),
+    (r"BatNonLocalAttn|BilinearAttnTransform", "a bilinear transform of rows and columns: no values"),
     (r"OutlookAttention", "outlook attention: its weights are projected from the tokens, without keys"),
     (r"LSTMLayer$|Rglru$", "a recurrent layer: no softmax of products"),
     (r"ShortConv$", "a convolution: no products of queries and keys"),
