@@ -53,7 +53,8 @@ class FusedLayout:
         kind: What the softmax runs over; None for what the module says ("self" or "cross").
         causal: Whether a position sees earlier ones only; what the module itself says counts as well.
         when: Attribute that must be true for this layout to hold (`name`) or false (`not name`); empty for always.
-        heads: Number of query heads; empty for what the module says.
+        heads: Number of query heads, in the words of `rows`; where it is not known, what rows and head width give.
+        value_heads: Number of value heads where there are not as many as key heads.
         transposed: Whether a bare parameter is stored as (in, out).
         out_axes: How many axes of a bare parameter are output channels.
     """
@@ -63,6 +64,7 @@ class FusedLayout:
     causal: bool = False
     when: str = ""
     heads: str = "heads"
+    value_heads: str = ""
     transposed: bool = False
     out_axes: int = 1
 
@@ -144,7 +146,14 @@ def apply_layout(module: nn.Module, layout: FusedLayout) -> AttentionSite | None
     heads = size(module, layout.heads) or _heads(module, ordered)
     kind = layout.kind or kind_by_name(module)
     return AttentionSite(
-        "", module, ordered, heads, _kv_heads(module, ordered, heads), kind, layout.causal or is_causal(module)
+        "",
+        module,
+        ordered,
+        heads,
+        _kv_heads(module, ordered, heads),
+        kind,
+        layout.causal or is_causal(module),
+        num_value_heads=size(module, layout.value_heads) if layout.value_heads else None,
     )
 
 

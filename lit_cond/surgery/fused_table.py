@@ -31,7 +31,8 @@ VISION: dict[str, tuple[FusedLayout, ...]] = {
     "timm.layers.attention_pool.AttentionPoolLatent": (FusedLayout("q: q; kv: k v", kind="cross"),),
     "timm.layers.attention_pool2d.AttentionPool2d": (_BLOCK, FusedLayout("q: q; k: k; v: v")),
     "timm.layers.bottleneck_attn.BottleneckAttn": (FusedLayout("qkv: q=dim_out_qk k=dim_out_qk v=dim_out_v"),),
-    "timm.layers.diff_attention.DiffAttention": (_BLOCK,),
+    # Two maps for each head of values.
+    "timm.layers.diff_attention.DiffAttention": (FusedLayout("qkv: q k v", heads="2*heads", value_heads="heads"),),
     "timm.layers.halo_attn.HaloAttn": (FusedLayout("q: q; kv: heads * (k=dim_head_qk v=dim_head_v)"),),
     "timm.models.beit.Attention": (_BLOCK,),
     "timm.models.cait.ClassAttn": (FusedLayout("q: q; k: k; v: v"),),
@@ -87,7 +88,11 @@ VISION: dict[str, tuple[FusedLayout, ...]] = {
     "timm.models.twins.LocallyGroupedAttn": (_BLOCK,),
     "timm.models.visformer.Attention": (_BLOCK,),
     "timm.models.vision_transformer.DiffParallelScalingBlock": (
-        FusedLayout("in_proj: mlp q=2*heads*head_dim k=2*heads*head_dim v=2*heads*head_dim"),
+        FusedLayout(
+            "in_proj: mlp q=2*heads*head_dim k=2*heads*head_dim v=2*heads*head_dim",
+            heads="2*heads",
+            value_heads="heads",
+        ),
     ),
     "timm.models.vision_transformer.ParallelScalingBlock": (
         FusedLayout("in_proj: mlp q=heads*head_dim k=heads*head_dim v=heads*head_dim"),

@@ -51,23 +51,25 @@ def class_path(module: nn.Module) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
+def _said(holder: object, name: str) -> object:
+    try:
+        return getattr(holder, name, None)
+    except Exception:  # a configuration may refuse to speak for all layers at once
+        return None
+
+
 def attribute(module: nn.Module, name: str) -> object:
     """Return an attribute of the module, else of its configuration, None where neither says it."""
-    for holder in (module, getattr(module, "config", None)):
-        try:
-            value = getattr(holder, name, None)
-        except Exception:  # a configuration may refuse to speak for all layers at once
-            continue
-        if value is not None:
-            return value
-    return None
+    own = _said(module, name)
+    return _said(getattr(module, "config", None), name) if own is None else own
 
 
 def first_int(module: nn.Module, names: Sequence[str]) -> int | None:
-    """Return the first positive integer that the module or its configuration holds under one of the names."""
-    for value in (attribute(module, name) for name in names):
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
+    """Return the first positive integer under one of the names, of the module before its configuration."""
+    for holder in (module, getattr(module, "config", None)):
+        for value in (_said(holder, name) for name in names):
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
     return None
 
 
