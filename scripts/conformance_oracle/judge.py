@@ -130,13 +130,36 @@ def _account(
             continue
         where = f"core {core.index} in {_place(core, bench)}"
         reasons = {role: _reason(role, core, bench, covered) for role in missing}
-        if len(missing) == len(ROLES) and not any(reasons.values()):
+        makers = _makers(core, bench, frozenset(missing)) if not all(reasons.values()) else {}
+        if len(missing) == len(ROLES) and not any(reasons.values()) and any(makers.values()):
             result.findings.append(Finding("wrong", where, "", "no site for this attention"))
             continue
+        known = sorted(name for names in covered[core.index].values() for name in names if name)
         for role, reason in reasons.items():
-            known = sorted(name for names in covered[core.index].values() for name in names if name)
-            text = reason or f"no view changes this operand{f'; the others are of {known[0]}' if known else ''}"
-            result.findings.append(Finding("partial", where, role, text))
+            others = f"; the other operands are of {known[0]}" if known else ""
+            inside = ", ".join(makers.get(role, ())[:4])
+            text = (
+                f"no view changes this operand, though {inside} does" if inside else "made by no weight of this layer"
+            )
+            result.findings.append(Finding("partial", where, role, reason or text + others))
+
+
+def _makers(core: Core, bench: Bench, missing: frozenset[str]) -> dict[str, list[str]]:
+    """Return the weights around a core, in the largest module with no other core, that change missing operands only."""
+    alone = [m for m in core.modules if not any(m in other.modules for other in bench.base if other is not core)]
+    names = {id(parameter): name for name, parameter in bench.model.named_parameters()}
+    makers: dict[str, list[str]] = {role: [] for role in missing}
+    for parameter in alone[0].parameters() if alone else ():
+        if parameter.dim() < 2 or not parameter.is_floating_point():
+            continue
+        places = torch.arange(parameter.numel()).reshape(len(parameter), -1)
+        view = Described("", "", parameter, places, places, tuple(range(len(parameter))))
+        index = core.index
+        outcome = bench.run([random_rows(view, view.rows)], clamp=True, begin=index, end=index)
+        roles = outcome.touched.get(index, frozenset()) & set(ROLES)
+        for role in roles if roles <= missing else ():
+            makers[role].append(names[id(parameter)])
+    return makers
 
 
 def _sweep(bench: Bench, described: Sequence[Views], covered: Covered) -> None:

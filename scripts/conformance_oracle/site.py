@@ -318,7 +318,7 @@ class _SiteJudge:
         for role, heads in (
             ("query", self.site.num_heads),
             ("key", self.site.num_kv_heads),
-            ("value", self.site.num_kv_heads),
+            ("value", getattr(self.site, "num_value_heads", None) or self.site.num_kv_heads),
         ):
             parts = [part for part in self.parts if part.view.role == role]
             if heads and parts and len(self.views[role]) == 1 and len(parts[0].view.rows) > 1:

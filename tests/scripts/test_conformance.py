@@ -165,6 +165,23 @@ class TorchWithWeights(Torch):
         return self.mha(x, x, x)[0]
 
 
+class Bare(Separate):
+    """The layer's own attention, then one without any weight."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.refine(x)
+
+    def make(self):
+        super().make()
+        self.refine = BarePooling()
+
+
+class BarePooling(nn.Module):
+    def forward(self, x):
+        return joined(F.scaled_dot_product_attention(heads(x), heads(x), heads(x)))
+
+
 class Pooling(Attention):
     """The query is a parameter."""
 
@@ -393,8 +410,20 @@ def test_an_attention_without_a_site_is_wrong():
 def test_an_operand_without_a_view_is_for_a_person_to_look_at():
     judgement = judged(Separate, lambda m: [(), *whole(m.k, m.v)])
     assert judgement.verdict == "partial"
-    assert [text.split(":")[0] for text in judgement.of("partial")] == [
-        f"core {i} in layers.{i} (Separate) query" for i in range(2)
+    assert judgement.of("partial") == [
+        f"core {i} in layers.{i} (Separate) query: no view changes this operand, though layers.{i}.q.weight does; "
+        f"the other operands are of layers.{i}"
+        for i in range(2)
+    ]
+
+
+def test_an_attention_without_weights_is_for_a_person_to_look_at():
+    judgement = judged(Bare, lambda m: whole(m.q, m.k, m.v))
+    assert judgement.verdict == "partial"
+    assert judgement.of("partial") == [
+        f"core {2 * i + 1} in layers.{i}.refine (BarePooling) {role}: made by no weight of this layer"
+        for i in range(2)
+        for role in ROLES
     ]
 
 
