@@ -32,7 +32,8 @@ class TokenSite:
         argument: Position or name of the argument that holds the tokens; None for the first that fits.
         channel_axis: Axis of the channels, -1 for the last; None where only its size is known.
         batch_first: Whether tokens come as (batch, tokens, ...) and not as (tokens, batch, ...).
-        prefix: Learned tokens (class, registers) before those of the input; None where no pass has shown it.
+        prefix: Learned tokens (class, registers) before those of the input; None where no pass
+            has shown it.
         scope: The module in which the block is called again on its own output, once for each layer that shares its
             weights; None where it is not.
         scope_name: Its dotted name.

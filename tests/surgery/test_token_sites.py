@@ -439,6 +439,22 @@ def test_the_prefix_ends_where_tokens_of_the_input_begin(how, prefix):
     assert site.prefix == prefix
 
 
+def test_learned_tokens_that_can_not_be_followed_are_asked_for():
+    class Folded(Between):
+        def forward(self, x):
+            tokens = torch.cat([self.token.expand(len(x), -1, -1), self.body.embed(x)], dim=1)
+            tokens = torch.cat([tokens[:, 0].unsqueeze(1), tokens[:, 1:].reshape(len(x), 2, 3, WIDTH).flatten(1, 2)], 1)
+            return self.body.blocks[0](tokens)
+
+    model = Folded("")
+    model.example_input_array = torch.randn(2, 6, 12)
+    [site] = find_token_sites(model)
+    assert site.prefix is None
+    with pytest.raises(ConfigurationError, match="give a number for `prefix_tokens`"):
+        condition_(model, TokenRule(prefix_tokens="auto"))
+    condition_(model, TokenRule(prefix_tokens=1))
+
+
 def test_a_thousand_operations_between_the_class_token_and_the_first_block_are_no_problem():
     class Far(Between):
         def forward(self, x):
@@ -467,6 +483,46 @@ class TwoTimescales(nn.Module):
         for block in self.high.blocks:
             tokens = block(tokens)
         return tokens
+
+
+class Staged(nn.Module):
+    """A stage whose first layers add to a stream, and whose last attention does not."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(12, WIDTH)
+        self.stages = nn.ModuleList([Stage()])
+
+    def forward(self, x):
+        return self.stages[0](self.embed(x))
+
+
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = TinyTransformer().blocks
+        self.groups = nn.Parameter(torch.randn(1, 2, WIDTH))
+        self.last = Positionless()
+
+    def forward(self, x):
+        x = torch.cat([x, self.groups.expand(len(x), -1, -1)], dim=1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+class Positionless(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = ATTENTION["fused"]()
+
+    def forward(self, x):
+        return self.attn(x)
+
+
+def test_a_stage_whose_last_attention_adds_to_nothing_has_one_site():
+    assert [s.name for s in find_token_sites(Staged(), sample=torch.randn(2, 6, 12))] == ["stages.0.layers.0"]
 
 
 def test_what_has_entered_before_opens_no_second_tower():

@@ -38,7 +38,7 @@ class Entrance:
         continues: Whether these tokens are made of those of an earlier entrance and of nothing else of the input.
         learned: Whether they are the same whatever the input is (class tokens, queries).
         tokens_first: Whether they come as (tokens, batch, channels).
-        prefix: Learned tokens (class, registers) that stand before those of the input.
+        prefix: Learned tokens (class, registers) that stand before those of the input; None if that is not clear.
         derived: Whether they are made of the tokens of an earlier entrance, in any way.
         rule: Which rule found it.
         joined: Whether all samples of the batch stand one behind the other, in one sequence.
@@ -54,7 +54,7 @@ class Entrance:
     continues: bool
     learned: bool
     tokens_first: bool = False
-    prefix: int = 0
+    prefix: int | None = 0
     derived: bool = False
     rule: Literal["E1", "E2"] = "E1"
     joined: bool = False
@@ -87,6 +87,9 @@ def find_entrances(
             fallback = _element(recorder.model, anchors[core])
             if fallback is not None:
                 places.append((core, *fallback, "E2"))
+    # An element that holds a stream which another of its attentions adds to is not where that begins.
+    holding = {id(outer) for _, call, _, rule in places if rule == "E1" for outer in call.around()}
+    places = [place for place in places if place[3] == "E1" or id(place[1]) not in holding]
     # A map with one channel weighs tokens and is none.
     places = [place for place in places if not _has_one_channel(place[1], place[2])]
     # What a block adds to itself inside comes after what entered it, whichever attention ran first.
@@ -95,7 +98,7 @@ def find_entrances(
     found: list[Entrance] = []
     earlier: set[Node] = set()
     entered: set[Node] = set()
-    known: dict[tuple[Node, int], int] = {}
+    known: dict[tuple[Node, int], int | None] = {}
     for core, innermost, node, rule in places:
         call, argument = _block(recorder.model, innermost, node)
         axis = channel_axis(node, call)

@@ -64,10 +64,10 @@ def prefix_length(
     tokens: Node,
     *,
     turned: bool = False,
-    known: dict[tuple[Node, int], int] | None = None,
+    known: dict[tuple[Node, int], int | None] | None = None,
     until: Collection[Node] = (),
-) -> int:
-    """Return how many learned tokens stand before all that depend on the input.
+) -> int | None:
+    """Return how many learned tokens stand before all that depend on the input, None if that can not be followed.
 
     Args:
         tokens: The tokens.
@@ -83,8 +83,8 @@ def prefix_length(
     return known[tokens, 0 if turned else 1] if tokens.from_input else 0
 
 
-def _leading(node: Node, axis: int, known: dict[tuple[Node, int], int]) -> int:
-    """Return how many leading entries of an axis do not depend on the input."""
+def _leading(node: Node, axis: int, known: dict[tuple[Node, int], int | None]) -> int | None:
+    """Return how many leading entries of an axis do not depend on the input, None if that can not be followed."""
     if (node, axis) in known:
         return known[node, axis]
     known[node, axis] = 0
@@ -98,30 +98,44 @@ def _leading(node: Node, axis: int, known: dict[tuple[Node, int], int]) -> int:
     return known[node, axis]
 
 
-def _leading_in(node: Node, axis: int, length: int, known: dict[tuple[Node, int], int]) -> int:
+def _leading_in(node: Node, axis: int, length: int, known: dict[tuple[Node, int], int | None]) -> int | None:
     parents = [parent for parent in node.parents if len(parent.shape) == len(node.shape)]
-    if node.name in JOINS and node.axis == axis:
+    if node.name in JOINS and node.axis == axis and len(parents) == len(node.parents):
         count = 0
         for part in parents:
             leading = _leading(part, axis, known)
+            if leading is None:
+                return None
             count += leading
             if leading < part.shape[axis]:
                 break
         return count
-    counts = []
-    for parent in (p for p in parents if p.from_input):
-        size = math.prod(parent.shape)
-        if parent.shape[axis] == length:
+    counts: list[int | None] = []
+    for parent in (p for p in node.parents if p.from_input):
+        if len(parent.shape) != len(node.shape):
+            counts.append(None if _holds_learned(parent) else 0)
+        elif parent.shape[axis] == length:
             counts.append(_leading(parent, axis, known))
-        elif size == math.prod(node.shape) and axis < 2 and parent.shape[1 - axis] == length:
+        elif math.prod(parent.shape) == math.prod(node.shape) and axis < 2 and parent.shape[1 - axis] == length:
             counts.append(_leading(parent, 1 - axis, known))  # turned round
         elif node.name in CUTS and parent.shape[axis] > length:
             leading = _leading(parent, axis, known)
-            # The learned tokens are cut off, or what is behind them.
-            counts.append(0 if length == parent.shape[axis] - leading > leading else min(leading, length))
+            if leading is not None:
+                # The learned tokens are cut off, or what is behind them.
+                leading = 0 if length == parent.shape[axis] - leading > leading else min(leading, length)
+            counts.append(leading)
         else:
-            counts.append(0)
-    return min(counts, default=0)
+            counts.append(None if _holds_learned(parent) else 0)
+    found = [count for count in counts if count is not None]
+    return min(found, default=0) if len(found) == len(counts) else None
+
+
+def _holds_learned(node: Node) -> bool:
+    """Whether something learned was joined to what a tensor is made of."""
+    return any(
+        each.name in JOINS and any(not part.from_input and part.differentiable for part in each.parents)
+        for each in stream(node)
+    )
 
 
 def channel_axis(tokens: Node, block: Call) -> int | None:
