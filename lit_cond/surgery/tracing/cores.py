@@ -95,8 +95,8 @@ def _projections(node: Node) -> tuple[list[Node], str | None]:
             continue
         if current.name == "parameter" and problem is None and current.parameters:
             problem = "a parameter takes part in it without a projection"
-        for parent in current.parents:
-            if parent.differentiable and parent not in seen:
+        for parent in current.carriers:
+            if parent not in seen:
                 seen.add(parent)
                 waiting.append(parent)
     return sorted(found, key=lambda n: n.index), None if found and problem and "parameter" in problem else problem

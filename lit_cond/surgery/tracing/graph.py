@@ -81,6 +81,7 @@ class Node:
         axis: The axis that a softmax sums over, or along which tensors are joined.
         tensor: Output of a projection, softmax or product, as long as it may be needed.
         children: Operations that use it.
+        carriers: Those of the parents through which gradients flow: not masks, positions, chosen indices.
     """
 
     index: int
@@ -101,6 +102,7 @@ class Node:
     axis: int = -1
     tensor: Tensor | None = None
     children: list[Node] = field(default_factory=list)
+    carriers: list[Node] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)

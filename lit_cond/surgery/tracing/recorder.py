@@ -153,6 +153,7 @@ class Recorder(TorchFunctionMode):
         product = product_of(name, args, kwargs)
         inputs = list(tensors_in(args)) + list(tensors_in(kwargs))
         node = Node(len(self.nodes), name, [self.node_of(t) for t in inputs], self.call)
+        node.carriers = [self.node_of(t) for t in inputs if t.requires_grad]
         if product is not None:
             self._classify(node, product)
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
@@ -185,6 +186,7 @@ class Recorder(TorchFunctionMode):
                 self._place(base, node)
                 if before is not node:
                     node.parents.append(before)
+                    node.carriers.append(before)
         if product is not None and node.is_product:
             with torch.enable_grad():
                 self._multiply(node, product, outputs[0])
@@ -205,8 +207,8 @@ class Recorder(TorchFunctionMode):
             if parts and all(part is not None for part in parts):
                 node.parameters = tuple(dict.fromkeys(q for part in parts for q in part or ()))
         if is_floating(outputs[0]) and not node.weights and node.name not in OPAQUE:
-            node.products = _union(p.products for p in node.parents)
-            node.softmaxes = _union(p.softmaxes for p in node.parents)
+            node.products = _union(p.products for p in node.carriers)
+            node.softmaxes = _union(p.softmaxes for p in node.carriers)
             if node.name in ("softmax", "_softmax", "softmax_") and node.products:
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
                 node.axis = axis if isinstance(axis, int) else -1
@@ -302,6 +304,7 @@ class Recorder(TorchFunctionMode):
             projected = [F.linear(x, w) for x, w in zip(inputs, weights, strict=True)]
             q, k, v = (p.reshape(*p.shape[:-1], heads, -1).movedim(-2, 0) for p in projected)
         node = Node(len(self.nodes), "multi_head_attention_forward", [self.node_of(t) for t in (q, k, v)], self.call)
+        node.carriers = list(node.parents)
         with torch.no_grad():
             result = func(*args, **kwargs)
         self._finish(node, list(tensors_in(result)), args, kwargs)

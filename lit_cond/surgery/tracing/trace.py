@@ -183,18 +183,31 @@ def _complete(layers: Iterable[_Layer]) -> list[_Layer]:
 
     Relative positions make scores and values of their own; an approximation has products of products.
     """
-    layers = list(layers)
-    layers = [layer for layer in layers if not any(_is_part(layer, other) for other in layers)]
+    layers = _without_parts(list(layers))
     whole = {id(layer.anchor.module) for layer in layers if all(layer.sources[role] for role in ROLES)}
     mixed = [layer for layer in layers if _mixes(layer) and id(layer.anchor.module) in whole]
     return [layer for layer in layers if not any(layer is m for m in mixed)]
 
 
-def _is_part(layer: _Layer, other: _Layer) -> bool:
-    if layer is other or layer.anchor.module is not other.anchor.module:
-        return False
-    mine, others = ({(role, id(s.parameter)) for role in ROLES for s in each.sources[role]} for each in (layer, other))
-    return mine < others
+def _without_parts(layers: list[_Layer]) -> list[_Layer]:
+    """Keep of the layers in one module those that add a weight to the others, whole and even ones first.
+
+    Sums of scores (content and layout, each with its values) pair every query with every value.
+    """
+
+    def rank(layer: _Layer) -> tuple[bool, bool]:
+        counts = [sum(int(s.rows.sum()) for s in layer.sources[role]) for role in ROLES]
+        return 0 in counts, counts[0] != counts[2]
+
+    known: dict[int, set[tuple[Role, int]]] = {}
+    kept = []
+    for layer in sorted(layers, key=rank):
+        weights = {(role, id(s.parameter)) for role in ROLES for s in layer.sources[role]}
+        seen = known.setdefault(id(layer.anchor.module), set())
+        if not weights <= seen:
+            kept.append(layer)
+            seen |= weights
+    return [layer for layer in layers if layer in kept]
 
 
 def _mixes(layer: _Layer) -> bool:
