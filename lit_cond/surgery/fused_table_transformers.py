@@ -163,6 +163,11 @@ _TABLE: Sequence[tuple[_Layouts, str]] = (
         ),
         "evolla.EvollaSequenceAlignerCrossAttention",
     ),
+    # Words and entities have queries of their own for each other.
+    (
+        (FusedLayout("query: q; w2e_query?: q; e2w_query?: q; e2e_query?: q; key: k; value: v"),),
+        "luke.LukeSelfAttention",
+    ),
     # Two attentions with the same scores: each side is the query of the one and the key of the other.
     (
         (

@@ -79,7 +79,7 @@ OTHERS = {
         exaone4_5_vision falcon florence2 gemma4_assistant gemma4_unified_assistant glm4_moe_lite
         glm4v_moe_vision glm4v_vision glm5_next_text glm5_next_vision glm_image_vision glm_moe_dsa
         glm_ocr_vision gpt_neox gpt_neox_japanese granite_speech granite_speech_plus hiera hy_v4
-        hy_v4_vl_text imagegpt informer instructblip instructblipvideo kimi_linear levit longcat_flash
+        hy_v4_vl_text imagegpt informer instructblip instructblipvideo kimi_linear levit longcat_flash luke
         mgp-str minicpm3 mistral4 mistral_large4_text modernbert mpt openai-gpt persimmon phi4_multimodal
         pp_chart2table pp_formulanet qwen2_5_vl_vision qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker
         qwen3_vl_moe qwen3_vl_vision qwen4_exp sam2_hiera_det_model sam_hq_vision_model sam_vision_model
