@@ -70,10 +70,13 @@ def resolve(attention: Attention) -> Core:
         if problem is not None:
             core.problems[role] = problem
     query = attention.query
-    core.over_channels = _contracts_tokens(query, core.sources["query"])
-    core.head_width = query.tensor.shape[_other_axis(query) if core.over_channels else query.contracted]
+    roles: tuple[Role, Role] = ("query", "key")
+    sides = [(operands[role], core.sources[role]) for role in roles if core.sources[role]]
+    # A query or key made far away, of a feature map, may show anything; the other one then speaks against channels.
+    core.over_channels = bool(sides) and all(_contracts_tokens(operand, sources) for operand, sources in sides)
+    core.head_width = query.tensor.shape[query.own if core.over_channels else query.contracted]
     value = attention.value
-    core.value_width = value.tensor.shape[value.contracted if core.over_channels else _other_axis(value)]
+    core.value_width = value.tensor.shape[value.contracted if core.over_channels else value.own]
     core.heads = _heads(query.tensor), _heads(attention.key.tensor)
     core.causal = _is_causal(attention)
     return core
@@ -143,18 +146,18 @@ def _reached(tensor: Tensor, seed: Tensor, projections: Sequence[Node]) -> list[
     return result
 
 
-def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
+def _contracts_tokens(operand: Operand, sources: Sequence[Source]) -> bool:
     """Whether the product of query and key sums over tokens and not over channels.
 
     An entry of a token axis belongs to one token, one of a channel axis to all of them. Where normalisation over tokens
     hides that: an entry of a channel axis needs one channel of each head, one of a token axis all channels.
     """
-    if not sources or query.tensor.ndim < 2 or query.tensor.shape[_other_axis(query)] == 1:
+    if not sources or operand.tensor.ndim < 2 or operand.tensor.shape[operand.own] == 1:
         return False
     node = max(sources, key=lambda s: int(s.rows.sum())).node
     places, channels = [], []
-    for axis in (query.contracted, _other_axis(query)):
-        entry = query.tensor.movedim(axis, -1)[..., 0]
+    for axis in (operand.contracted, operand.own):
+        entry = operand.tensor.movedim(axis, -1)[..., 0]
         (reached,) = _reached(entry, torch.ones_like(entry), [node])
         places.append(int(reached.any(dim=1).sum()))
         channels.append(int(reached.any(dim=0).sum()))
@@ -166,12 +169,6 @@ def _contracts_tokens(query: Operand, sources: Sequence[Source]) -> bool:
 def _heads(operand: Tensor) -> int | None:
     """Return the size of the axis before tokens and channels, by the usual convention (batch, heads, tokens, width)."""
     return operand.shape[-3] if operand.ndim == 4 else None
-
-
-def _other_axis(operand: Operand) -> int:
-    """Return the one of the last two axes that is not summed over."""
-    ndim = operand.tensor.ndim
-    return next(axis for axis in (-2, -1) if axis % ndim != operand.contracted % ndim)
 
 
 def _is_causal(attention: Attention) -> bool:

@@ -114,12 +114,14 @@ class Operand:
         node: Where it came from.
         contracted: The axis that the product sums over.
         free: The axis that the product keeps as its own, in the product's output.
+        own: The same axis in the tensor.
     """
 
     tensor: Tensor
     node: Node
     contracted: int
     free: int
+    own: int
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -250,8 +250,8 @@ class Recorder(TorchFunctionMode):
             return
         nodes = [self.node_of(t) for t in sides]
         operands = [
-            Operand(tensor, side, axes[0], places[-1])
-            for tensor, side, axes, places in zip(sides, nodes, product.contracted, product.placed, strict=True)
+            Operand(sides[i], nodes[i], product.contracted[i][0], product.placed[i][-1], product.free[i][-1])
+            for i in (0, 1)
         ]
         softmaxes = [side.softmaxes for side in nodes]
         node.product = (operands[0], operands[1])
@@ -281,9 +281,9 @@ class Recorder(TorchFunctionMode):
         arguments = {name: given.get(name) for name in ("attn_mask", "is_causal")}
         self.found(
             Attention(
-                Operand(query, self.node_of(query), -1, -2),
-                Operand(key, self.node_of(key), -1, -2),
-                Operand(value, self.node_of(value), -2, -1),
+                Operand(query, self.node_of(query), -1, -2, -2),
+                Operand(key, self.node_of(key), -1, -2, -2),
+                Operand(value, self.node_of(value), -2, -1, -1),
                 node,
                 arguments=arguments,
             )
@@ -310,9 +310,9 @@ class Recorder(TorchFunctionMode):
         self._finish(node, list(tensors_in(result)), args, kwargs)
         node.products = node.softmaxes = ()
         arguments = {"true_is_hidden": True, **{name: given.get(name) for name in ("attn_mask", "is_causal")}}
-        operands = (Operand(q, self.node_of(q), -1, -2), Operand(k, self.node_of(k), -1, -2))
+        operands = (Operand(q, self.node_of(q), -1, -2, -2), Operand(k, self.node_of(k), -1, -2, -2))
         with torch.enable_grad():
-            self.found(Attention(*operands, Operand(v, self.node_of(v), -2, -1), node, arguments=arguments))
+            self.found(Attention(*operands, Operand(v, self.node_of(v), -2, -1, -1), node, arguments=arguments))
         return result
 
 
