@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from scripts.conformance_oracle.operations import SOFTMAXES, Factors, Side, factors, name_of, softmax_input
-from scripts.conformance_oracle.records import AUX, Core, Operand, Product, Tags, Use, flat_tensors
+from scripts.conformance_oracle.records import AUX, Core, Operand, Product, Tags, Use, flat_tensors, tolerance
 
 __all__ = ["LEFT_IS_QUERY", "RIGHT_IS_QUERY", "Capture"]
 
@@ -195,10 +195,10 @@ class Capture(TorchFunctionMode):
             if count is None or count[0] == count[1] == 1:  # one token, or no gradient: queries stand on the left
                 self.guessed += 1
                 decisions.append(LEFT_IS_QUERY)
-            elif min(count) != 1:
+            elif min(count) > 1 and not (min(count) == 2 < max(count)):
                 decisions.append(AUX)
             else:
-                decisions.append(LEFT_IS_QUERY if count[0] == 1 else RIGHT_IS_QUERY)
+                decisions.append(LEFT_IS_QUERY if count[0] < count[1] else RIGHT_IS_QUERY)
         if all(decision == AUX for decision in decisions):
             decisions[0] = LEFT_IS_QUERY
             self.guessed += 1
@@ -249,11 +249,16 @@ def _touched(logits: Tensor, axis: int, product: Product) -> tuple[int, int] | N
     seen = []
     for index in {0, len(lines) // 2, len(lines) - 1}:
         line = lines[index]
-        usable = torch.where(torch.isfinite(line), line, 0.0)
-        weights = torch.linspace(1.0, 2.0, len(line), dtype=line.dtype)
+        usable = torch.isfinite(line)
+        # Weights of mean zero, as softmax does not see what is added to a whole line, such as a largest entry.
+        weights = torch.linspace(1.0, 2.0, len(line), dtype=line.dtype) * usable
+        weights = (weights - weights.sum() / usable.sum().clamp(min=1)) * usable
         try:
             gradients = torch.autograd.grad(
-                (usable * weights).sum(), [operand.tensor for operand in pair], retain_graph=True, allow_unused=True
+                (torch.where(usable, line, 0.0) * weights).sum(),
+                [operand.tensor for operand in pair],
+                retain_graph=True,
+                allow_unused=True,
             )
         except RuntimeError:  # a factor without gradient, or changed in place since
             return None
@@ -262,7 +267,8 @@ def _touched(logits: Tensor, axis: int, product: Product) -> tuple[int, int] | N
             if gradient is None:
                 return None
             assert operand.free is not None
-            counts.append(int((gradient.nan_to_num().movedim(operand.free, 0).flatten(1) != 0).any(1).sum()))
+            sizes = gradient.nan_to_num().movedim(operand.free, 0).flatten(1).abs().amax(1)
+            counts.append(int((sizes > 10 * tolerance(sizes.dtype) * sizes.max()).sum()))
         seen.append(counts)
     best = max(seen, key=max)
     return (best[0], best[1]) if min(best) > 0 else None

@@ -42,7 +42,7 @@ def projected(change: Change, before: Sequence[Use], after: Sequence[Use]) -> Pr
     for old, new in zip(before, after, strict=False):
         if old.function != new.function or old.output.shape != new.output.shape:
             break
-        if differs(new.inputs, old.inputs):
+        if not new.imagined and differs(new.inputs, old.inputs):
             break  # a later layer, which the change reached by another way
         if new.matrix is None or old.matrix is None or new.channel_axes is None:
             continue

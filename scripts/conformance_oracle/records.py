@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -120,6 +120,7 @@ class Use:
         output: The projection.
         channel_axes: Axes of the output that make up the output channels.
         pointwise: Whether each position is multiplied with the matrix alone: `output = inputs @ matrix.T + bias`.
+        imagined: Whether the inputs are random numbers in the place of zeros; see `imagine`.
     """
 
     function: str
@@ -130,6 +131,22 @@ class Use:
     output: Tensor
     channel_axes: tuple[int, ...] | None
     pointwise: bool = False
+    imagined: bool = False
+
+    def imagine(self, old: Use) -> Use:
+        """Return what the projection would be if not zeros were projected, where the weight has changed since `old`.
+
+        The first decoder layer of DETR projects zeros: no change of its weight shows. Random numbers are multiplied
+        with the change alone, so that an unchanged weight gives an unchanged projection.
+        """
+        if self.matrix is None or old.matrix is None or not self.pointwise or self.channel_axes != (-1,):
+            return self
+        if scale_of(old.inputs) > 0 or scale_of(self.inputs) > 0:
+            return self
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(self.inputs.shape, generator=generator, dtype=torch.float64).to(self.inputs)
+        output = self.output + inputs @ (self.matrix - old.matrix).t()
+        return replace(self, inputs=inputs, output=output, imagined=True)
 
     def channels_last(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the output's shape as (positions, output channels)."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from scripts.conformance_oracle.capture import Capture
-from scripts.conformance_oracle.records import Core, Use
+from scripts.conformance_oracle.records import ROLES, Core, Use
 from scripts.conformance_oracle.weights import Change, changed_weights
 
 __all__ = ["Bench", "Outcome"]
@@ -66,14 +66,27 @@ class Bench:
         self._sides: list[list[list[str]]] = []
         self._starts: list[int] = []
         self._modules: list[nn.Module] = []
+        self._singles = self.samples
         self.doubling_problem = self._double() if double else ""
         self._listen()
+        if self.dtype == torch.float64 and not self.finite:
+            self._single()
+            self._listen()
+            self.doubling_problem = "not finite in float64"
+
+    @property
+    def finite(self) -> bool:
+        """Whether all operands of all cores are finite numbers."""
+        return all(bool(t.isfinite().all()) for core in self.base for role in ROLES for t in core.tensors(role))
+
+    def _single(self) -> None:
+        self.model.float()
+        self.samples, self.dtype = self._singles, torch.float32
 
     def _double(self) -> str:
         """Go to float64; if the model can not run in it, come back and return why."""
-        singles = self.samples
         self.model.double()
-        self.samples = [replace(s, args=_cast(s.args), kwargs=_cast(s.kwargs)) for s in singles]
+        self.samples = [replace(s, args=_cast(s.args), kwargs=_cast(s.kwargs)) for s in self._singles]
         self.dtype = torch.float64
         try:
             with self._quiet(), torch.no_grad():
@@ -81,13 +94,13 @@ class Bench:
                     _seed()
                     sample.run(self.model)
         except Exception as error:
-            self.model.float()
-            self.samples, self.dtype = singles, torch.float32
+            self._single()
             return f"{type(error).__name__}: {error}".splitlines()[0][:200]
         return ""
 
     def _listen(self) -> None:
         """Learn which factor is the query of each softmax, then record what an unchanged run multiplies."""
+        self._sides, self.guessed = [], 0
         for parameter in self.model.parameters():
             if parameter.is_floating_point():
                 parameter.requires_grad_(True)
@@ -157,16 +170,19 @@ class Bench:
             return self.base[core.index].output if clamp else None
 
         def on_use(use: Use, counts: dict[int, int]) -> Tensor | None:
-            _note(outcome.uses, use)
             replacement = None
             for key in use.parameters & watched:
                 number = counts[key] = counts.get(key, -1) + 1
-                if key in stays and number < len(known[key]):
-                    replacement = known[key][number].output
+                if number < len(known[key]):
+                    old = known[key][number]
+                    use = use if key in stays else use.imagine(old)
+                    replacement = old.output if key in stays else use.output if use.imagined else replacement
+            _note(outcome.uses, use)
             return replacement
 
         first = 0 if full else max(i for i, start in enumerate(self._starts) if start <= begin)
-        known = {id(parameter): self.uses_of(parameter, first) for parameter in frozen}
+        parameters = [*frozen, *(change.parameter for change in changes)]
+        known = {id(parameter): self.uses_of(parameter, first) for parameter in parameters}
         outcome.first = first
         counts: dict[int, int] = {}
         with changed_weights(changes), torch.no_grad():

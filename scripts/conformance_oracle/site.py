@@ -5,20 +5,22 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from scripts.conformance_oracle.checks import channel_ratio, evidence, operand_changes, projected
-from scripts.conformance_oracle.records import AUX, ROLES, Core
+from scripts.conformance_oracle.records import AUX, ROLES, Core, Operand, scale_of
 from scripts.conformance_oracle.runs import Bench, Outcome
 from scripts.conformance_oracle.weights import Change, Described, random_rows
 
 __all__ = ["Finding", "SiteReport", "judge_site"]
 
 RANDOM_ROWS = 3
+SMALL = 1e-4  # of a change, where a large one makes the model choose other tokens
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ def judge_site(
     """
     judge = _SiteJudge(bench, site, views, others, deep)
     judge.roles()
+    judge.one_attention()
     judge.completeness()
     if deep:
         judge.projections()
@@ -88,6 +91,11 @@ class _Part:
     change: Change
     outcome: Outcome
     core: Core
+    size: float = 1.0
+
+    def some(self, rows: Sequence[int], seed: int) -> Change:
+        """Return a change of other rows of the parameter, as large as that of all rows of the part."""
+        return random_rows(self.view, rows, seed).times(self.size)
 
     def chosen(self) -> list[int]:
         """Return rows to change one by one: the ends of the first and the last block, and some others."""
@@ -134,19 +142,49 @@ class _SiteJudge:
         if not self.mine:
             self.say("wrong", "", "the site has no view at all")
 
+    def one_attention(self) -> None:
+        """All views of the site reach one and the same attention."""
+        if len({part.core.index for part in self.parts}) < 2:
+            return
+        reached = []
+        for part in self.parts:
+            touched = self.bench.run([part.change], clamp=True, full=True).touched
+            reached.append({index for index, roles in touched.items() if roles - {AUX} == part.expected})
+        common = min(set.intersection(*reached), default=None)
+        if common is None:
+            where = ", ".join(f"{part.view.role} of core {part.core.index}" for part in self.parts)
+            self.say("wrong", "", f"its views reach different attention: {where}")
+            return
+        for number, part in enumerate(self.parts):
+            outcome = self.bench.run([part.change], clamp=True, begin=common, end=common)
+            assert outcome.core is not None
+            self.parts[number] = replace(part, outcome=outcome, core=outcome.core)
+            self.report.covered.update((common, role) for role in part.expected)
+
     def arrived(self, view: Described, expected: frozenset[str], rows: tuple[int, ...]) -> _Part | None:
         """Return the run that shows that rows change the operands of the roles that list them, None if they do not."""
         change = random_rows(view, rows)
         outcome = self.bench.run([change])
         name = _named(view, rows)
         if outcome.core is None:
-            if self.bench.uses_of(view.parameter):
+            uses = self.bench.uses_of(view.parameter)
+            if uses and not any(bool(use.inputs.any()) for use in uses):
+                self.say("partial", view.role, f"{name}: what it projects is zero in these forward passes")
+            elif uses:
                 self.say("wrong", view.role, f"{name}: a change reaches no attention that was captured")
             else:
                 self.say("partial", view.role, f"{name}: not seen to be used in these forward passes")
             return None
+        size = 1.0
         if outcome.roles - {AUX} != expected:
             outcome = self.elsewhere(view, expected, change, outcome)
+        if outcome.roles - {AUX} != expected and self.bench.dtype == torch.float64:
+            small = self.bench.run([change.times(SMALL)])
+            if small.roles - {AUX} == expected:
+                self.say(
+                    "note", view.role, f"{name}: a large change reaches {_listed(outcome.roles)}, a small one does not"
+                )
+                change, outcome, size = change.times(SMALL), small, SMALL
         core = outcome.core
         assert core is not None
         if outcome.roles - {AUX} != expected:
@@ -158,7 +196,7 @@ class _SiteJudge:
             return None
         if self.site.module not in core.modules:
             self.say("note", view.role, f"core {core.index} runs outside the module that the site names")
-        return _Part(view, expected, rows, change, outcome, core)
+        return _Part(view, expected, rows, change, outcome, core, size)
 
     def elsewhere(self, view: Described, expected: frozenset[str], change: Change, outcome: Outcome) -> Outcome:
         """Look for the site's own core behind those of other sites that use the same rows in other roles."""
@@ -191,7 +229,7 @@ class _SiteJudge:
         frozen = {v.parameter for v in self.views[view.role]} - {view.parameter}
 
         def reaches(rows: Sequence[int]) -> bool:
-            changes = [random_rows(view, rows, seed=1)]
+            changes = [part.some(rows, seed=1)]
             outcome = self.bench.run(changes, clamp=True, begin=index, end=index, frozen=frozen)
             return view.role in outcome.touched.get(index, ())
 
@@ -260,7 +298,7 @@ class _SiteJudge:
     def together(self, rows: Sequence[tuple[_Part, int]]) -> bool:
         """Whether rows of several roles, one of each, change the operands of all of these roles at their core."""
         index = rows[0][0].core.index
-        changes = [random_rows(part.view, [row], seed=2) for part, row in rows]
+        changes = [part.some([row], seed=2) for part, row in rows]
         outcome = self.bench.run(changes, clamp=True, begin=index, end=index)
         expected = frozenset[str]().union(*(part.expected for part, _ in rows))
         if outcome.core is None or outcome.core.index != index or outcome.roles - {AUX} != expected:
@@ -272,7 +310,7 @@ class _SiteJudge:
     def single_row(self, part: _Part, row: int) -> None:
         """Check one row by itself."""
         view = part.view
-        outcome = self.bench.run([random_rows(view, [row], seed=2)], clamp=True, begin=part.core.index)
+        outcome = self.bench.run([part.some([row], seed=2)], clamp=True, begin=part.core.index)
         roles = outcome.roles - {AUX}
         if outcome.core is None and self.dead(view, outcome):
             self.say("note", view.role, f"{_named(view)}: row {row} is not used for this input")
@@ -322,9 +360,15 @@ class _SiteJudge:
         ):
             parts = [part for part in self.parts if part.view.role == role]
             if heads and parts and len(self.views[role]) == 1 and len(parts[0].view.rows) > 1:
-                operand = self.bench.base[parts[0].core.index].operands[role][0]
+                operand = self.operand(parts[0])
                 contracted = along.get(role, (role == "value") == channels)
                 self.heads(role, heads, operand.tensor, operand.contracted if contracted else operand.free)
+
+    def operand(self, part: _Part) -> Operand:
+        """Return the operand that a part changes: there are several where logits have several terms."""
+        base = self.bench.base[part.core.index].operands[part.view.role]
+        steps = operand_changes(part.view.role, part.core, self.bench.base[part.core.index])
+        return next(operand for operand, step in zip(base, steps, strict=True) if scale_of(step) > 0)
 
     def heads(self, role: str, heads: int, operand: Tensor, axis: int | None) -> None:
         """The rows of a role are as many heads as the operand's head width says."""

@@ -165,6 +165,58 @@ class TorchWithWeights(Torch):
         return self.mha(x, x, x)[0]
 
 
+class Terms(Separate):
+    """Logits with a second term of other, narrower queries and keys; the largest logit is subtracted."""
+
+    def make(self):
+        super().make()
+        self.q2, self.k2 = nn.Linear(WIDTH, 2 * HEADS), nn.Linear(WIDTH, 2 * HEADS)
+
+    def attend(self, x):
+        logits = heads(self.q(x)) @ heads(self.k(x)).mT + heads(self.q2(x)) @ heads(self.k2(x)).mT
+        return joined((logits - logits.max()).softmax(-1) @ heads(self.v(x)))
+
+
+class BothWays(Separate):
+    """The logits of one attention, turned round, are those of a second one."""
+
+    def make(self):
+        super().make()
+        self.v2 = nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x):
+        logits = heads(self.q(x)) @ heads(self.k(x)).mT
+        back = logits.mT - logits.max()
+        return joined(logits.softmax(-1) @ heads(self.v(x)) + back.softmax(-1) @ heads(self.v2(x)))
+
+
+class Chosen(Separate):
+    """Only the queries that differ most from the mean key are used."""
+
+    def attend(self, x):
+        q, k, v = heads(self.q(x)), heads(self.k(x)), heads(self.v(x))
+        best = (q @ k.mean(2, keepdim=True).mT).squeeze(-1).topk(2, -1).indices
+        few = q.gather(2, best[..., None].expand(-1, -1, -1, HEAD))
+        return joined(
+            v.mean(2, keepdim=True)
+            .expand_as(v)
+            .scatter(2, best[..., None].expand(-1, -1, -1, HEAD), F.scaled_dot_product_attention(few, k, v))
+        )
+
+
+class FromZeros(Separate):
+    """What is projected is zero, up to a position that the query and the key get."""
+
+    def make(self):
+        super().make()
+        self.position = nn.Parameter(torch.randn(TOKENS, WIDTH))
+
+    def attend(self, x):
+        zeros = x * 0
+        q, k, v = heads(self.q(zeros) + self.position), heads(self.k(zeros + self.position)), heads(self.v(zeros))
+        return joined(F.scaled_dot_product_attention(q, k, v))
+
+
 class Bare(Separate):
     """The layer's own attention, then one without any weight."""
 
@@ -266,6 +318,16 @@ CASES = {
     "latent": (Latent, latent_views, {"kind": "latent"}),
     "gated": (Gated, lambda m: [in_heads(m.q, 0, 1, 2 * HEAD), *whole(m.k, m.v)], {}),
     "torch": (Torch, lambda m: thirds(m.mha, name="in_proj_weight"), {}),
+    "zeros": (FromZeros, lambda m: whole(m.q, m.k, m.v), {}),
+    "terms": (
+        Terms,
+        lambda m: [
+            (*whole(m.q), *whole(m.q2, rows=2 * HEADS)),
+            (*whole(m.k), *whole(m.k2, rows=2 * HEADS)),
+            *whole(m.v),
+        ],
+        {},
+    ),
     "torch with weights": (TorchWithWeights, lambda m: thirds(m.mha, name="in_proj_weight"), {}),
 }
 
@@ -280,7 +342,29 @@ def test_right_sites_are_right(name):
     assert not judgement.findings
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("shared", "latent")])
+def test_a_site_that_uses_the_rows_of_another_in_other_roles():
+    def change(sites, order=("k", "q", "v2")):
+        views = [[(view,) for view in whole(*(getattr(site.module, name) for name in order))] for site in sites]
+        more = [
+            AttentionSite(f"{site.name}:2", site.module, dict(zip(ROLES, v, strict=True)), HEADS, HEADS)
+            for site, v in zip(sites, views, strict=True)
+        ]
+        return [*sites, *more]
+
+    judgement = judged(BothWays, lambda m: whole(m.q, m.k, m.v), change=change)
+    assert (judgement.verdict, judgement.cores) == ("right", 4), judgement.findings
+    judgement = judged(BothWays, lambda m: whole(m.q, m.k, m.v), change=lambda s: change(s, ("q", "k", "v2")))
+    assert judgement.verdict == "wrong"
+
+
+def test_a_choice_of_tokens_by_the_keys_is_no_mistake_and_swapped_roles_are():
+    judgement = judged(Chosen, lambda m: whole(m.q, m.k, m.v))
+    assert judgement.verdict == "right", judgement.findings
+    assert any("a small one does not" in text for text in judgement.of("note"))
+    assert judged(Chosen, lambda m: whole(m.k, m.q, m.v)).verdict == "wrong"
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ("shared", "latent", "terms")])
 @pytest.mark.parametrize("order", [(1, 0, 2), (0, 2, 1), (1, 2, 0)])
 def test_swapped_roles_are_wrong(name, order):
     layer, make, kwargs = CASES[name]
