@@ -163,9 +163,9 @@ class Recorder(TorchFunctionMode):
             self._keep(self._projections, _KEPT_PROJECTIONS, node, leaf)
             with torch.enable_grad():
                 result = leaf.clone()  # a leaf itself could not be changed in place
-        elif in_place and isinstance(args[0], Tensor) and args[0].is_leaf and args[0].requires_grad:
-            # Some models rescale their weights while they run (RWKV).
-            self._originals.setdefault(id(args[0]), (args[0], args[0].detach().clone()))
+        elif in_place and inputs and inputs[0].is_leaf and inputs[0].requires_grad:
+            # Some models rescale their weights while they run (RWKV), or make modules (BigBird).
+            self._originals.setdefault(id(inputs[0]), (inputs[0], inputs[0].detach().clone()))
             with torch.no_grad():
                 result = func(*args, **kwargs)
         else:
@@ -174,7 +174,7 @@ class Recorder(TorchFunctionMode):
                 result = func(*args, **kwargs)
         outputs = list(tensors_in(result))
         if name == "__setitem__":
-            outputs = [args[0]]
+            outputs = inputs[:1]
         if not outputs:
             return result
         self._finish(node, outputs, args, kwargs)
