@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lit_cond.errors import AlreadyConditionedError, ConfigurationError
 from lit_cond.functional.corrections import identity_correction, spectral_correction
 from lit_cond.surgery.find import find_attention
+from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.rules import Rule, TokenRule, WeightRule
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, Role, WeightView
 from lit_cond.surgery.token_sites import find_token_sites
@@ -106,7 +107,12 @@ def _condition_weights(model: nn.Module, rule: WeightRule) -> None:
     owners = _owners(model)
     # Everything is checked and computed before the first change, so that a refusal leaves the model as it was.
     strength = torch.tensor(float(rule.strength))
-    terms = {key: _term(group, rule, strength) for key, group in by_parameter.items()}
+    made = side_by_side(
+        lambda group: _term(group, rule, strength),
+        list(by_parameter.values()),
+        [group[0].view.parameter for group in by_parameter.values()],
+    )
+    terms = dict(zip(by_parameter, made, strict=True))
     for key, group in by_parameter.items():
         _check_owners(group, owners[key])
         for weight in (existing(owner, name) for owner, name in owners[key]):

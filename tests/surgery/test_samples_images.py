@@ -89,7 +89,8 @@ def test_timm_models_take_it(name, arguments):
     model = timm.create_model(name, pretrained=False, **arguments).eval()
     size = arguments.get("img_size", model.pretrained_cfg["input_size"][-2:])
     size = (size, size) if isinstance(size, int) else size
-    assert shape(model) == (2, arguments.get("in_chans", 3), *size)
+    batch = 1 if size[0] > 160 else 2
+    assert shape(model) == (batch, arguments.get("in_chans", 3), *size)
     with torch.no_grad():
         image_samples(model)[0].run(model)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +14,7 @@ from lit_cond.surgery.samples.base import Sample
 
 __all__ = ["image_samples"]
 
-BATCH = 2
+LARGE = 3 * 160 * 160
 SEED = 0
 
 
@@ -29,11 +30,16 @@ def image_samples(model: nn.Module) -> list[Sample] | None:
         model: Looked at and not run. Nothing is imported: what counts is what the model has.
 
     Returns:
-        One sample with images (2, C, H, W), or videos (2, C, T, H, W): normal values from a generator of their own, on
-        the device and of the type of the first floating parameter; None for a model of another kind.
+        One sample with images (B, C, H, W), or videos (B, C, T, H, W), where B is 2, or 1 for large ones: normal values
+        from a generator of their own, on the device and of the type of the first floating parameter; None for a model
+        of another kind.
     """
     shape = _timm_shape(model) or _torchvision_shape(model)
-    return None if shape is None else [Sample((_values(model, (BATCH, *shape)),))]
+    if shape is None:
+        return None
+    # Two images tell the axis of the batch from others; a large one is slow enough alone.
+    batch = 1 if math.prod(shape) > LARGE else 2
+    return [Sample((_values(model, (batch, *shape)),))]
 
 
 def _values(model: nn.Module, shape: tuple[int, ...]) -> Tensor:
