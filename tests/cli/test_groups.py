@@ -29,7 +29,8 @@ GIVEN = {
 OTHER = {
     "conditioning": {
         "correction": "spectral", "scale": 0.25, "strength": 0.5, "granularity": "head", "roles": ["query"],
-        "include": "blocks.*", "exclude": ["a", "b"], "refresh_every_n_steps": 3, "allow_conditioned": True,
+        "include": "blocks.*", "exclude": ["a", "b"], "layers": [0], "kinds": ["self"],
+        "refresh_every_n_steps": 3, "allow_conditioned": True,
     },
     "tokens": {
         "correction": "exact", "scale": 2.0, "strength": 0.5, "detach": False, "backend": "svd",
