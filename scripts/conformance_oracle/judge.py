@@ -145,8 +145,12 @@ def _account(
 
 
 def _makers(core: Core, bench: Bench, missing: frozenset[str]) -> dict[str, list[str]]:
-    """Return the weights around a core, in the largest module with no other core, that change missing operands only."""
+    """Return the weights around a core that change missing operands only.
+
+    They are looked for in the largest module with no other core; if there is none, in the innermost one.
+    """
     alone = [m for m in core.modules if not any(m in other.modules for other in bench.base if other is not core)]
+    alone = alone or list(core.modules[-1:])
     names = {id(parameter): name for name, parameter in bench.model.named_parameters()}
     makers: dict[str, list[str]] = {role: [] for role in missing}
     for parameter in alone[0].parameters() if alone else ():

@@ -491,6 +491,11 @@ def test_an_attention_without_a_site_is_wrong():
     assert judgement.of("wrong") == ["core 1 in layers.1 (Separate): no site for this attention"]
 
 
+def test_a_layer_without_a_site_is_wrong_also_where_it_runs_several_times():
+    judgement = judged(Separate, lambda m: whole(m.q, m.k, m.v), calls=2, change=lambda sites: sites[:1])
+    assert judgement.of("wrong") == [f"core {i} in layers.1 (Separate): no site for this attention" for i in (1, 3)]
+
+
 def test_an_operand_without_a_view_is_for_a_person_to_look_at():
     judgement = judged(Separate, lambda m: [(), *whole(m.k, m.v)])
     assert judgement.verdict == "partial"
