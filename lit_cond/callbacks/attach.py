@@ -12,6 +12,7 @@ from collections.abc import Callable
 from types import CodeType
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -81,7 +82,14 @@ class _ConfigureModel(_Wrapped):
     def __call__(self) -> None:
         self.uninstall()
         self.call_inner()
-        self.callback.condition(self.module)
+        # Lightning builds models under its own default device and dtype; what is made here is no part of the model.
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("cpu"):
+                self.callback.condition(self.module)
+        finally:
+            torch.set_default_dtype(default)
 
 
 class _SaveCheckpoint(_Wrapped):

@@ -70,7 +70,11 @@ class FirstBatch:
         for module, sample in calls:
             _trace(module, sample)
         survey = survey_attention(self._pl_module)
-        wrong = next((site.name for site in self._sites if site.name in survey.left_alone), None)
+        mine = [site.name for site in self._sites]
+        contradicted = next((name for name in mine if name in survey.unknown), None)
+        if contradicted is not None:
+            raise UnknownAttentionError(f"'{contradicted}': {survey.unknown[contradicted]}")
+        wrong = next((name for name in mine if name in survey.left_alone), None)
         if wrong is not None:
             raise UnknownAttentionError(
                 f"'{wrong}' was conditioned as attention, and {survey.left_alone[wrong]}; leave it out with `exclude`"

@@ -77,6 +77,12 @@ def select(
             raise UnknownAttentionError(f"'{name}': {problem}")
     wanted = [s for s in survey.sites if include is None or matches(include, _aliases(s.name, s))]
     wanted = [s for s in wanted if not matches(exclude, _aliases(s.name, s))]
+    if not candidates:
+        reasons = [*survey.notes, *(f"'{name}': {reason}" for name, reason in survey.left_alone.items())]
+        raise NoMatchingTargetError(
+            "found no attention layers in the model; is it built before or in `configure_model`?"
+            + (f" ({'; '.join(reasons[:2])})" if reasons else "")
+        )
     if not wanted:
         raise nothing_matched("attention layers", include, exclude, candidates)
     if layers is not None:

@@ -19,6 +19,7 @@ from lit_cond.errors import LitCondError, UnknownAttentionError
 from lit_cond.surgery.families import describe, not_attention, suspicion, unknown_attention
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name
+from lit_cond.surgery.tracing.cores import BLIND
 from lit_cond.surgery.tracing.entrance import Entrance
 from lit_cond.surgery.tracing.trace import Trace, TracedSite, trace_attention
 
@@ -35,7 +36,8 @@ class Survey:
         sites: Attention layers whose rows are known, in the order of the model's modules.
         entrances: Where embedded tokens enter, as traced passes show, by the name of the block.
         left_alone: Modules that look like attention and are none, by name, with the reason.
-        unknown: Modules that look like attention, were reached by no pass and have no known layout.
+        unknown: Modules that look like attention, were reached by no pass and have no known layout; and layers whose
+            pass contradicts the table of layouts.
         notes: What could not be traced, and why.
     """
 
@@ -54,11 +56,9 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
         sample: Arguments for one forward pass of the model (a tensor, a tuple, a dictionary, a `Sample` or a list of
             these); None takes what the model, or parts of it, say of their inputs.
         trace: Whether to run the model; without, the table of layouts alone is asked.
-
-    Raises:
-        UnknownAttentionError: If a traced pass and the table of layouts disagree.
     """
     survey = Survey()
+    contradicted: dict[str, UnknownAttentionError] = {}
     traces = _traces(model, sample, survey.notes) if trace else []
     called = {name for shown in traces for name in shown.called}
     names = {module: clean_name(name) for name, module in model.named_modules()}
@@ -70,13 +70,23 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
         )
         survey.left_alone.update((clean_name(name), reason) for name, reason in shown.unresolved)
     order = {name: i for i, name in enumerate(names.values())}
+    opaque = {name for shown in traces for name in shown.opaque}
     joined = _joined(traced, static)
     used = {id(site) for pair in joined for site in pair if site is not None}
-    survey.sites = [_one(*pair) for pair in joined]
+    for site, partner in joined:
+        problem = None if partner is None else _disagreement(site, partner)
+        if problem is None:
+            survey.sites.append(_one(site, partner))
+        else:
+            contradicted[site.name] = problem
     for site in static:
         if id(site) in used:
             continue
-        if site.name in called or any(view.owner_name in called for _, view in site):
+        ran = site.name in called or any(view.owner_name in called for _, view in site)
+        if ran and site.name in opaque:
+            survey.notes.append(f"'{site.name}' runs a kernel that can not be looked into: the table of layouts serves")
+            survey.sites.append(site)
+        elif ran:
             survey.left_alone[site.name] = _NO_SOFTMAX
         else:
             survey.sites.append(site)
@@ -91,6 +101,7 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
             del survey.unknown[name]
             if not around:
                 survey.left_alone[name] = _NO_SOFTMAX
+    survey.unknown.update(contradicted)
     survey.sites.sort(key=lambda site: order.get(site.name.partition(":")[0], len(order)))
     return survey
 
@@ -175,6 +186,7 @@ def _prefixed(trace: Trace, prefix: str) -> Trace:
         frozenset(clean_name(full(name)) for name in trace.called),
         tuple(replace(e, module=full(e.module), attention=full(e.attention)) for e in trace.entrances),
         tuple((full(name), reason) for name, reason in trace.unresolved),
+        frozenset(clean_name(full(name)) for name in trace.opaque),
     )
 
 
@@ -258,11 +270,7 @@ def _holds_known(module: nn.Module) -> bool:
 def _joined(
     traced: list[AttentionSite], static: list[AttentionSite]
 ) -> list[tuple[AttentionSite, AttentionSite | None]]:
-    """Pair each traced site with the one of the table that uses the same parameters.
-
-    Raises:
-        UnknownAttentionError: If the two differ in the rows of a role.
-    """
+    """Pair each traced site with the one of the table that uses the same parameters."""
     by_parameter: dict[int | None, list[tuple[WeightView, AttentionSite]]] = {}
     for site in static:
         for _, view in site:
@@ -273,8 +281,6 @@ def _joined(
         # Layers that share a parameter (ZAMBA) are told apart by who owns it.
         shared.sort(key=lambda triple: triple[0].module is not triple[1].module)
         partner = shared[0][2] if shared else None
-        if partner is not None:
-            _compare(site, partner)
         pairs.append((site, partner))
     return pairs
 
@@ -284,16 +290,18 @@ def _parameter(view: WeightView) -> int | None:
     return None if value is None else id(value)
 
 
-def _compare(traced: AttentionSite, static: AttentionSite) -> None:
+def _disagreement(traced: AttentionSite, static: AttentionSite) -> UnknownAttentionError | None:
+    """Return what is wrong where the two differ in the rows of a role."""
     for role in ROLES:
         shown, said = _rows(traced, role), _rows(static, role)
         common = shown.keys() & said.keys()
         if any(shown[key] != said[key] for key in common):
-            raise UnknownAttentionError(
-                f"'{traced.name}': the forward pass reads its {role} from {_spell(traced, role)}, the table of layouts "
+            return UnknownAttentionError(
+                f"the forward pass reads its {role} from {_spell(traced, role)}, the table of layouts "
                 f"says {_spell(static, role)}; correct the description (register_fused, register_family) or leave the "
                 "layer out with `exclude`"
             )
+    return None
 
 
 def _rows(site: AttentionSite, role: Role) -> dict[int | None, frozenset[int]]:
@@ -312,8 +320,12 @@ def _one(traced: AttentionSite, static: AttentionSite | None) -> AttentionSite:
     """Return the traced site with what only the table knows."""
     if static is None:
         return traced
+    # A role whose gradient ended on the way (a gate of zeros, a function without history) is what the table says.
+    blind = [role for role in ROLES if traced.notes.get(role) in BLIND and role in static.views]
     return replace(
         traced,
+        views={**traced.views, **{role: static.views[role] for role in blind}},
+        notes={role: note for role, note in traced.notes.items() if role not in blind},
         causal=traced.causal or static.causal,
         batch_first=static.batch_first,
     )

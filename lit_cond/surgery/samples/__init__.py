@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from lit_cond.surgery.samples.base import Sample
@@ -28,10 +30,24 @@ def sample_inputs(module: nn.Module) -> list[Sample] | None:
     """
     example = getattr(module, "example_input_array", None)
     if example is not None:
-        return as_samples(example)
+        return [_moved(sample, module) for sample in as_samples(example)]
     if hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type"):
         return transformers_samples(module)
     return image_samples(module)
+
+
+def _moved(sample: Sample, module: nn.Module) -> Sample:
+    """Return a sample on the device of a module, as Lightning moves its example."""
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+
+    def move(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.to(device)
+        if isinstance(value, (list, tuple)):
+            return type(value)(move(item) for item in value) if not hasattr(value, "_fields") else value
+        return {key: move(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+    return replace(sample, args=move(sample.args), kwargs=move(dict(sample.kwargs)))
 
 
 def as_samples(value: Any) -> list[Sample]:

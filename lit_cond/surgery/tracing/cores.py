@@ -12,11 +12,18 @@ from torch import Tensor, nn
 from lit_cond.surgery.sites import MatrixLayout, Role, RowSet
 from lit_cond.surgery.tracing.graph import Node, Operand
 from lit_cond.surgery.tracing.recorder import Attention
-from lit_cond.surgery.tracing.rows import row_sets
+from lit_cond.surgery.tracing.rows import row_set
 
-__all__ = ["Core", "Source", "resolve"]
+__all__ = ["BLIND", "IRREGULAR", "Core", "Source", "resolve"]
 
 _SEED = 0
+_NO_WEIGHT, _NO_ROW, IRREGULAR = (
+    "no weight makes it",
+    "no row of its weights reaches it",
+    "its rows are too irregular to describe",
+)
+# What may be said of an operand only because its gradient ended, or a unit was off, in this one pass.
+BLIND = frozenset((_NO_WEIGHT, _NO_ROW, IRREGULAR))
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,8 +117,8 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
     if problem is not None and "products" in problem:
         return [], problem
     alive = [node for node in projections if node.tensor is not None]
-    if not alive or not operand.tensor.requires_grad:
-        return [], "it is made outside of the layer" if projections else problem or "no weight makes it"
+    if len(alive) < len(projections) or not alive or not operand.tensor.requires_grad:
+        return [], "it is made outside of the layer" if projections else problem or _NO_WEIGHT
     if all(use.parameter is None for node in alive for use in node.weights):
         return [], "its weight is computed from parameters"
     generator = torch.Generator(device=operand.tensor.device).manual_seed(_SEED)
@@ -128,7 +135,7 @@ def _sources(operand: Operand) -> tuple[list[Source], str | None]:
             layout = MatrixLayout(RowSet.span(0, 0), use.transposed, use.out_axes, use.groups)
             if bool(rows.any()):
                 result.append(Source(use.parameter, rows, layout, node))
-    return result, None if result else "no row of its weights reaches it"
+    return result, None if result else _NO_ROW
 
 
 def _reached(tensor: Tensor, seed: Tensor, projections: Sequence[Node]) -> list[Tensor]:
@@ -205,6 +212,6 @@ def views_of(sources: Sequence[Source]) -> Iterator[tuple[Source, MatrixLayout]]
         before = joined.get(id(source.parameter))
         joined[id(source.parameter)] = (source, source.rows if before is None else before[1] | source.rows)
     for source, rows in joined.values():
-        for part in row_sets(rows) or ():
-            layout = source.layout
+        part, layout = row_set(rows), source.layout
+        if part is not None:
             yield source, MatrixLayout(part, layout.transposed, layout.out_axes, layout.groups)

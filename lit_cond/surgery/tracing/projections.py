@@ -14,6 +14,8 @@ from lit_cond.surgery.tracing.operations import Product
 
 __all__ = ["is_depthwise", "mixes_heads", "weight_uses"]
 
+_BASE = 128
+
 
 def is_depthwise(product: Product) -> bool:
     """Whether a convolution keeps channels apart: it then is no projection."""
@@ -44,23 +46,25 @@ def weight_uses(weight: Tensor, node: Node, product: Product, side: int) -> tupl
         return (use,) if use is not None else unknown
     # Number the output channels of the weight, and let the numbers flow back to where they came from.
     shape = [weight.shape[axis] if axis in out else 1 for axis in range(weight.ndim)]
-    numbers = torch.arange(1, math.prod(shape) + 1, device=weight.device, dtype=torch.float64)
-    seed = numbers.view(shape).to(weight.dtype).expand(weight.shape)
+    numbers = torch.arange(1, math.prod(shape) + 1, device=weight.device).view(shape).expand(weight.shape)
+    # In digits that bfloat16 holds exactly.
+    digits = [(numbers // _BASE**i % _BASE).to(weight.dtype) for i in range(3)]
     uses = []
     for parameter in node.parameters:
         with torch.enable_grad():
-            ones, flowed = (
+            ones, *places = (
                 torch.autograd.grad(weight, parameter, g, retain_graph=True, allow_unused=True)[0]
-                for g in (torch.ones_like(weight), seed)
+                for g in (torch.ones_like(weight), *digits)
             )
-        if ones is None or flowed is None or not bool(((ones == 0) | (ones == 1)).all()):
+        if ones is None or not bool(((ones == 0) | (ones == 1)).all()):
             return unknown
+        flowed = sum(place.round().long() * _BASE**i for i, place in enumerate(places))
         varying = [a for a in range(flowed.ndim) if not bool((flowed == flowed.narrow(a, 0, 1)).all())]
         use = _oriented(parameter, varying or [0], product.groups)
         if use is None:
             return unknown
         layout = MatrixLayout(RowSet.span(0, 0), use.transposed, use.out_axes)
-        uses.append(replace(use, channels=layout.oriented(flowed)[:, 0].round().long() - 1))
+        uses.append(replace(use, channels=layout.oriented(flowed)[:, 0] - 1))
     return tuple(uses)
 
 

@@ -29,6 +29,7 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
     """
     modules = list(model.modules())
     saved = [(module, _snapshot(module)) for module in modules]
+    modes = [(module, module.training) for module in modules]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
@@ -53,6 +54,8 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
                     parameter.requires_grad_(flag)
             for module, snapshot in saved:
                 _restore(module, snapshot)
+            for module, mode in modes:  # scripted modules keep theirs elsewhere
+                module.training = mode
             with torch.no_grad():
                 for buffer, value in buffers:
                     if not _same(buffer, value):
@@ -66,7 +69,10 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _snapshot(module: nn.Module) -> dict[str, tuple[Any, Any]]:
     """Return the attributes of a module, containers with a shallow copy of their contents."""
     return {
-        name: (value, value.copy() if type(value) in _CONTAINERS or name in _TABLES else None)
+        name: (
+            value,
+            value.copy() if type(value) in _CONTAINERS or (name in _TABLES and isinstance(value, dict)) else None,
+        )
         for name, value in module.__dict__.items()
     }
 

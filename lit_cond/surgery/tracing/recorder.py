@@ -25,10 +25,13 @@ from lit_cond.surgery.tracing.projections import is_depthwise, mixes_heads, weig
 
 __all__ = ["Attention", "Recorder"]
 
-# Products and softmaxes whose values are kept at a time: between the scores and the weighted sum lie few others.
-_KEPT_PRODUCTS = 48
-# Projections, likewise: between them and the attention that they serve.
-_KEPT_PROJECTIONS = 24
+# Values of projections, products and softmaxes are kept for the attention that may follow: the newest so many, and
+# older ones up to so many bytes in all.
+_KEPT = 24
+_KEPT_BYTES = 2**28
+# Units that happen to be off hide their weights: what is asked is the structure, not the value.
+_DROPOUTS = frozenset(("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"))
+_LEAK = 0.01
 _IN_PLACE = frozenset(
     ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__iand__", "__ior__", "__ipow__")
 )
@@ -82,18 +85,21 @@ class Recorder(TorchFunctionMode):
         self._parameters = {id(p): p for p in model.parameters()}
         self._places: dict[int, tuple[weakref.ref[Tensor], Node]] = {}
         self._originals: dict[int, tuple[Tensor, Tensor]] = {}
-        self._products: deque[Node] = deque()
-        self._projections: deque[Node] = deque()
+        self._kept: deque[Node] = deque()
+        self._kept_bytes = 0
+        self.opaque: set[str] = set()
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Record what runs inside."""
         handles = []
         for module in self._names:
+            if isinstance(module, torch.jit.ScriptModule):  # takes no hooks and shows no operations
+                continue
             handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._leave))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
         try:
-            with torch.no_grad(), self:
+            with torch.enable_grad(), self:
                 yield self
         finally:
             with torch.no_grad():
@@ -109,8 +115,10 @@ class Recorder(TorchFunctionMode):
         self.calls.append(self.call)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self.call is not None:
+        # A call that failed, and was caught, leaves nothing behind.
+        while self.call is not None and self.call.module is not module:
             self.call = self.call.parent
+        self.call = self.call.parent if self.call is not None else None
 
     def mark_input(self, value: object) -> None:
         """Take the tensors in a value for inputs of the model."""
@@ -150,6 +158,8 @@ class Recorder(TorchFunctionMode):
             return func(args[0].detach(), *args[1:], **kwargs)
         if func is F.multi_head_attention_forward:
             return self._multi_head(func, args, kwargs)
+        if name.startswith("flex_attention") or _is_foreign(func):
+            self.opaque.update(call.name for call in (self.call.around() if self.call is not None else ()))
         product = product_of(name, args, kwargs)
         inputs = list(tensors_in(args)) + list(tensors_in(kwargs))
         node = Node(len(self.nodes), name, [self.node_of(t) for t in inputs], self.call)
@@ -160,14 +170,17 @@ class Recorder(TorchFunctionMode):
         if node.weights:
             with torch.no_grad():
                 leaf = func(*args, **kwargs).detach().requires_grad_()
-            self._keep(self._projections, _KEPT_PROJECTIONS, node, leaf)
+            self._keep(node, leaf)
             with torch.enable_grad():
                 result = leaf.clone()  # a leaf itself could not be changed in place
-        elif in_place and inputs and inputs[0].is_leaf and inputs[0].requires_grad:
-            # Some models rescale their weights while they run (RWKV), or make modules (BigBird).
-            self._originals.setdefault(id(inputs[0]), (inputs[0], inputs[0].detach().clone()))
+        elif in_place and inputs and self._was_there(inputs[0]):
             with torch.no_grad():
                 result = func(*args, **kwargs)
+        elif name in _DROPOUTS:
+            result = args[0].clone() if args else kwargs["input"].clone()
+        elif name == "relu":
+            with torch.enable_grad():
+                result = func(*args, **kwargs) + _LEAK * inputs[0]
         else:
             # Parts of a model may run without gradients, frozen towers for instance.
             with torch.enable_grad():
@@ -198,6 +211,16 @@ class Recorder(TorchFunctionMode):
                 self._attend(node, args, kwargs)
         return result
 
+    def _was_there(self, changed: Tensor) -> bool:
+        """Keep what was there before the pass and is about to change: weights (RWKV), buffers, caches."""
+        # No public way leads from a view to what it is a view of (torch 2.14).
+        whole = changed if changed._base is None else changed._base
+        if id(whole) not in self._originals:
+            if self.node_of(whole).name not in ("source", "parameter"):
+                return False
+            self._originals[id(whole)] = (whole, whole.detach().clone())
+        return True
+
     def _finish(self, node: Node, outputs: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         node.shape = tuple(outputs[0].shape)
         node.from_input = any(p.from_input for p in node.parents)
@@ -213,19 +236,20 @@ class Recorder(TorchFunctionMode):
                 axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
                 node.axis = axis if isinstance(axis, int) else -1
                 node.softmaxes = (node,)
-                self._keep(self._products, _KEPT_PRODUCTS, node, outputs[0])
+                self._keep(node, outputs[0])
         self.nodes.append(node)
         for parent in node.parents:
             parent.children.append(node)
         for tensor in outputs:
             self._place(tensor, node)
 
-    @staticmethod
-    def _keep(kept: deque[Node], count: int, node: Node, tensor: Tensor) -> None:
+    def _keep(self, node: Node, tensor: Tensor) -> None:
         node.tensor = tensor
-        kept.append(node)
-        if len(kept) > count:
-            old = kept.popleft()
+        self._kept.append(node)
+        self._kept_bytes += tensor.nbytes
+        while len(self._kept) > _KEPT and self._kept_bytes > _KEPT_BYTES:
+            old = self._kept.popleft()
+            self._kept_bytes -= old.tensor.nbytes if old.tensor is not None else 0
             old.tensor, old.product = None, None
 
     def _classify(self, node: Node, product: Product) -> None:
@@ -260,7 +284,7 @@ class Recorder(TorchFunctionMode):
                 for softmax in softmaxes[i]:
                     self._average(node, softmax, operands[1 - i])
         node.products, node.softmaxes = (node,), ()
-        self._keep(self._products, _KEPT_PRODUCTS, node, output)
+        self._keep(node, output)
 
     def _average(self, node: Node, softmax: Node, value: Operand) -> None:
         alive = [p for p in softmax.products if p.product is not None]
@@ -314,6 +338,12 @@ class Recorder(TorchFunctionMode):
         with torch.enable_grad():
             self.found(Attention(*operands, Operand(v, self.node_of(v), -2, -1, -1), node, arguments=arguments))
         return result
+
+
+def _is_foreign(func: Any) -> bool:
+    """Whether a function is an operation that torch itself has not, a fused kernel for instance."""
+    namespace = getattr(func, "namespace", None)
+    return isinstance(namespace, str) and namespace not in ("aten", "prims", "torchvision")
 
 
 def _name(func: Any) -> str:

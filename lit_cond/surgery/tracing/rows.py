@@ -9,14 +9,11 @@ from torch import Tensor
 
 from lit_cond.surgery.sites import RowSet
 
-__all__ = ["row_sets"]
-
-# More runs than this, and not evenly spaced, is no layout that anybody wrote down.
-_MOST = 16
+__all__ = ["row_set"]
 
 
-def row_sets(mask: Tensor) -> list[RowSet] | None:
-    """Return the rows of a mask as few evenly spaced blocks, None where they are too irregular for that.
+def row_set(mask: Tensor) -> RowSet | None:
+    """Return the rows of a mask as evenly spaced blocks, None where they are not: nobody wrote down such a layout.
 
     Args:
         mask: True for the rows that count (rows,).
@@ -28,9 +25,7 @@ def row_sets(mask: Tensor) -> list[RowSet] | None:
     blocks = {end - start for start, end in zip(starts, ends, strict=True)}
     periods = {b - a for a, b in itertools.pairwise(starts)}
     if len(starts) == 1:
-        return [RowSet.span(starts[0], ends[0] - starts[0])]
+        return RowSet.span(starts[0], ends[0] - starts[0])
     if len(blocks) == 1 and len(periods) == 1:
-        return [RowSet(starts[0], blocks.pop(), periods.pop(), len(starts))]
-    if len(starts) > _MOST:
-        return None
-    return [RowSet.span(start, end - start) for start, end in zip(starts, ends, strict=True)]
+        return RowSet(starts[0], blocks.pop(), periods.pop(), len(starts))
+    return None

@@ -10,7 +10,7 @@ from torch import nn
 
 from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import ROLES, Kind, MatrixLayout, Role
-from lit_cond.surgery.tracing.cores import Core, Source, resolve, views_of
+from lit_cond.surgery.tracing.cores import IRREGULAR, Core, Source, resolve, views_of
 from lit_cond.surgery.tracing.entrance import Entrance, choose_towers, find_entrances
 from lit_cond.surgery.tracing.graph import Call, Node, tensors_in
 from lit_cond.surgery.tracing.quiet import as_it_was
@@ -67,6 +67,7 @@ class Trace:
         sites: The attention layers, in the order in which they ran.
         called: Names of the modules that ran.
         entrances: Where embedded tokens enter, one for each tower.
+        opaque: Names of modules in which a kernel ran that can not be looked into.
         unresolved: Attention that ran without any weight of its own: name of the module and the reason.
     """
 
@@ -74,6 +75,7 @@ class Trace:
     called: frozenset[str]
     entrances: tuple[Entrance, ...] = ()
     unresolved: tuple[tuple[str, str], ...] = ()
+    opaque: frozenset[str] = frozenset()
 
 
 _OUTSIDE = "it is made outside of the layer"
@@ -92,7 +94,7 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
     """Run a model on small inputs and return the attention that it computes.
 
     The model is run in evaluation mode with gradients, one pass for each sample, and is left as it was. Memory: the
-    activations of one pass between projections, and the gradient of one weight at a time.
+    outputs of the last projections and products, 256 MiB or 24 of them, and the graphs between them.
 
     Args:
         model: A model in eager mode with real weights (not on the meta device).
@@ -101,6 +103,7 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
     layers: dict[object, _Layer] = {}
     unresolved: dict[str, str] = {}
     called: dict[str, None] = {}
+    opaque: set[str] = set()
     entrances: list[Entrance] = []
     with as_it_was(model):
         for sample in samples:
@@ -114,6 +117,7 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
                 recorder.mark_input((sample.args, dict(sample.kwargs)))
                 sample.run(model)
             called.update((call.name, None) for call in recorder.calls)
+            opaque |= recorder.opaque
             before: list[tuple[int, Call]] = []
             anchors: dict[Node, Call] = {}
             for core in cores:
@@ -135,7 +139,9 @@ def trace_attention(model: nn.Module, samples: Sequence[Sample]) -> Trace:
             entrances += find_entrances(recorder, [core.node for core in cores], batch, anchors)
         owners = _owners(model)
         sites = [_site(layer, owners) for layer in _complete(layers.values())]
-    return Trace(tuple(sites), frozenset(called), choose_towers(entrances), tuple(unresolved.items()))
+    return Trace(
+        tuple(sites), frozenset(called), choose_towers(entrances), tuple(unresolved.items()), frozenset(opaque)
+    )
 
 
 def _batch(sample: Sample) -> int | None:
@@ -225,7 +231,7 @@ def _site(layer: _Layer, owners: dict[int, list[tuple[str, str, nn.Module]]]) ->
         if base:
             places[role] = tuple(base)
         elif layer.sources[role]:
-            notes[role] = "its rows are too irregular to describe"
+            notes[role] = IRREGULAR
         else:
             notes[role] = core.problems.get(role) or _OUTSIDE
     rows = {role: _count(layer.sources[role], places.get(role, ())) for role in ROLES}
