@@ -6,7 +6,7 @@ from torch import nn
 
 from lit_cond.callbacks import ConditionedTokens, SpectralConditioning
 from lit_cond.errors import UnknownAttentionError
-from lit_cond.surgery import find_attention, register_fused
+from lit_cond.surgery import find_attention, register_fused, strengths
 from lit_cond.surgery.families import FUSED, class_path
 from tests.tiny import Block, FusedAttention, TinyModule, make_loader, make_module, make_trainer
 
@@ -105,3 +105,10 @@ def test_tokens_of_a_module_made_by_the_user_are_traced(tmp_path):
     module = TinyModule()
     module.example_input_array = (torch.randn(2, 6, 12),)
     fit(tmp_path, module, ConditionedTokens())
+
+
+def test_the_default_dtype_of_lightning_does_not_round_the_strength(tmp_path):
+    module = make_module()
+    fit(tmp_path, module, SpectralConditioning(strength=0.3), precision="bf16-true")
+    assert strengths(module) == pytest.approx([0.3, 0.3], rel=1e-6)
+    assert torch.get_default_dtype() == torch.float32
