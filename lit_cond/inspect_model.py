@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from lit_cond.errors import ConfigurationError, LitCondError, UnknownAttentionError
+from lit_cond.errors import LitCondError
 from lit_cond.named_models import META_ABOVE, NamedModel, build_named
 from lit_cond.surgery import TokenSite, find_token_sites
 from lit_cond.surgery.samples import sampled_parts
@@ -76,38 +76,27 @@ def main(arguments: Sequence[str]) -> None:
     except LitCondError as error:
         if os.environ.get("LIT_COND_TRACEBACK"):
             raise
-        _fail(str(error), code=1 if isinstance(error, UnknownAttentionError) else 2)
+        _fail(str(error))
     if not understood:
         raise SystemExit(1)
 
 
-def _fail(text: str, code: int = 2) -> NoReturn:
+def _fail(text: str) -> NoReturn:
     print(f"lit_cond: error: {text}", file=sys.stderr)
-    raise SystemExit(code)
+    raise SystemExit(2)
 
 
 def _inspect(options: argparse.Namespace) -> bool:
     named = build_named(options.name, options.device, values=not options.no_trace)
     # Without values there is nothing to run.
     model = named.model.to("meta") if options.no_trace else named.model
-    survey = _survey(model, trace=not options.no_trace)
+    survey = survey_attention(model, trace=not options.no_trace)
     tokens = _tokens(model, survey)
     if options.json:
         print(json.dumps({"model": _as_dict(named), **survey_as_dict(survey, tokens)}, indent=2))
     else:
         print("\n".join(_lines(named, survey, tokens, options)))
     return not survey.unknown
-
-
-def _survey(model: nn.Module, trace: bool) -> Survey:
-    try:
-        return survey_attention(model, trace=trace)
-    except LitCondError:
-        raise
-    except Exception as error:  # whatever a foreign model raises when it is asked for its inputs
-        survey = survey_attention(model, trace=False)
-        survey.notes.append(f"'{type(model).__name__}' was not traced: {_reason(error)}")
-        return survey
 
 
 def _tokens(model: nn.Module, survey: Survey) -> Sequence[TokenSite] | LitCondError:
@@ -117,12 +106,6 @@ def _tokens(model: nn.Module, survey: Survey) -> Sequence[TokenSite] | LitCondEr
         return find_token_sites(model)
     except LitCondError as error:
         return error
-    except Exception as error:  # likewise
-        return ConfigurationError(_reason(error))
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
 
 
 def _as_dict(named: NamedModel) -> dict[str, Any]:
