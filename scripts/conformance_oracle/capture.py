@@ -192,7 +192,10 @@ class Capture(TorchFunctionMode):
         counts = [_touched(logits, axis, product) for product in products]
         decisions = []
         for count in counts:
-            if count is None or count[0] == count[1] == 1:  # one token, or no gradient: queries stand on the left
+            if count is None and any(decision != AUX for decision in decisions):
+                # Without gradients (SEW-D has a softmax of its own) the first term is that of content.
+                decisions.append(AUX)
+            elif count is None or count[0] == count[1] == 1:  # one token, or no gradient: queries stand on the left
                 self.guessed += 1
                 decisions.append(LEFT_IS_QUERY)
             elif min(count) > 1 and not (min(count) == 2 < max(count)):
