@@ -190,7 +190,7 @@ class Capture(TorchFunctionMode):
     def _decide(self, logits: Tensor, axis: int, products: Sequence[Product]) -> list[str]:
         """Return for each term of the logits which factor is the query, or that it is none of query and key."""
         counts = [_touched(logits, axis, product) for product in products]
-        decisions = []
+        decisions: list[str] = []
         for count in counts:
             if count is None and any(decision != AUX for decision in decisions):
                 # Without gradients (SEW-D has a softmax of its own) the first term is that of content.
