@@ -1,8 +1,19 @@
 """Pure functions, tensors to tensors: corrections, condition numbers, schedules. Needs torch alone."""
 
-from lit_cond.functional.attention import attention_entropy, predicted_attention_entropy
+from lit_cond.functional.attention import (
+    attention_entropy,
+    attention_probabilities,
+    predicted_attention_entropy,
+    row_entropy,
+    saturated_share,
+)
 from lit_cond.functional.condition_number import condition_number, condition_of_spectrum, singular_values
 from lit_cond.functional.corrections import identity_correction, spectral_correction
+from lit_cond.functional.jacobian import (
+    JacobianSpectrum,
+    attention_jacobian_gram,
+    attention_jacobian_singular_values,
+)
 from lit_cond.functional.polar import PolarBackend, largest_singular_value, polar_factor
 from lit_cond.functional.schedules import (
     ScheduleName,
@@ -17,11 +28,15 @@ from lit_cond.functional.schedules import (
 from lit_cond.functional.tokens import TokenBackend, TokenCorrection, is_prefix_safe, token_correction
 
 __all__ = [
+    "JacobianSpectrum",
     "PolarBackend",
     "ScheduleName",
     "TokenBackend",
     "TokenCorrection",
     "attention_entropy",
+    "attention_jacobian_gram",
+    "attention_jacobian_singular_values",
+    "attention_probabilities",
     "condition_number",
     "condition_of_spectrum",
     "constant_schedule",
@@ -33,6 +48,8 @@ __all__ = [
     "measured_strength",
     "polar_factor",
     "predicted_attention_entropy",
+    "row_entropy",
+    "saturated_share",
     "scheduled_strength",
     "singular_values",
     "spectral_correction",

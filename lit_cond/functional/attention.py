@@ -1,4 +1,4 @@
-"""What a query and a key weight do to the softmax, before any data is seen."""
+"""The softmax of attention: its probabilities and how concentrated they are, measured or predicted before any data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,125 @@ from torch import Tensor
 
 from lit_cond.errors import ConfigurationError
 
-__all__ = ["attention_entropy", "predicted_attention_entropy"]
+__all__ = [
+    "attention_entropy",
+    "attention_probabilities",
+    "predicted_attention_entropy",
+    "row_entropy",
+    "saturated_share",
+]
+
+
+def attention_probabilities(query: Tensor, key: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
+    """Return ``softmax(scale * query key^T + mask)`` over the keys, in float64.
+
+    A query that may see nothing gets a row of zeros. What a hidden token holds, even a NaN, reaches no row; a
+    query with a non-finite score among the tokens that it sees gets a row of NaN and leaves the others alone.
+    Not differentiable; outside autocast.
+
+    Args:
+        query: Queries of shape (..., N, d).
+        key: Keys of shape (..., M, d); leading dimensions are broadcast.
+        scale: Factor of the products, usually ``d ** -0.5``.
+        mask: Broadcastable to (..., N, M). Boolean: true where a token may be seen. Floating point: added to
+            the scores; minus infinity, and anything below half of the lowest number of its type (the lowest
+            number stands for minus infinity in Hugging Face models), hides a token.
+
+    Returns:
+        Tensor of shape (..., N, M).
+
+    Raises:
+        ConfigurationError: The shapes do not fit each other, or the mask is an integer.
+    """
+    if query.ndim < 2 or key.ndim < 2 or query.shape[-1] != key.shape[-1]:
+        raise ConfigurationError(
+            f"query {tuple(query.shape)} and key {tuple(key.shape)} have no products; "
+            "give (..., tokens, channels) with equal channels."
+        )
+    if mask is not None and not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise ConfigurationError(
+            f"A mask of type {mask.dtype} is ambiguous; give booleans, true where a token may be seen, or a "
+            "floating-point mask to add to the scores."
+        )
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        scores = float(scale) * (query.double() @ key.double().mT)
+        if mask is None:
+            hidden = torch.zeros((), dtype=torch.bool, device=scores.device)
+        else:
+            fits = zip(reversed(mask.shape), reversed(scores.shape), strict=False)
+            if mask.ndim > scores.ndim or any(have not in (1, need) for have, need in fits):
+                raise ConfigurationError(
+                    f"A mask of shape {tuple(mask.shape)} does not fit scores of shape {tuple(scores.shape)}; "
+                    "give one entry for each query and key, or dimensions of size 1."
+                )
+            mask = mask.to(scores.device)
+            if mask.dtype == torch.bool:
+                hidden = ~mask
+            else:
+                hidden = mask <= torch.finfo(mask.dtype).min / 2
+                scores = scores + mask
+        scores = scores.masked_fill(hidden, -math.inf)
+        if scores.shape[-1] == 0:
+            return scores
+        largest = scores.amax(dim=-1, keepdim=True)  # NaN wherever a visible score is
+        blind = largest == -math.inf
+        weights = (scores - largest.masked_fill(blind, 0)).exp()
+        return weights / weights.sum(dim=-1, keepdim=True).masked_fill(blind, 1)
+
+
+def row_entropy(p: Tensor) -> Tensor:
+    """Return the entropy ``-sum p log p`` of each row, in nats and float64.
+
+    Uniform attention over M tokens has ``log(M)``, a row on a single token 0.
+
+    Args:
+        p: Probabilities of shape (..., M).
+
+    Returns:
+        Tensor of shape (...); NaN for a row that is zero (nothing to see), empty or not finite.
+    """
+    p = p.detach().double()
+    entropy = torch.special.entr(p).sum(dim=-1)
+    # Rounding of a row that sums to just above 1 must not make an entropy negative.
+    return torch.where(_counts(p), entropy.clamp_min(0), math.nan)
+
+
+def saturated_share(p: Tensor, threshold: float = 0.99, visible: Tensor | None = None) -> Tensor:
+    """Return the share of rows whose largest probability is at least ``threshold``, in float64.
+
+    Such a row passes hardly any gradient to query and key. Rows of zeros (nothing to see) do not count.
+
+    Args:
+        p: Probabilities of shape (..., N, M).
+        threshold: Probability from which a row is saturated.
+        visible: How many tokens each row may see, broadcastable to (..., N). If given, rows with fewer than
+            two do not count: the first token of a causal model has no choice.
+
+    Returns:
+        Tensor of shape (...), between 0 and 1; NaN where no row counts or a row is not finite.
+
+    Raises:
+        ConfigurationError: ``threshold`` is not in (0, 1], or ``p`` has fewer than two dimensions.
+    """
+    if not 0 < threshold <= 1:
+        raise ConfigurationError(f"threshold={threshold} is no probability; give a number in (0, 1], such as 0.99.")
+    if p.ndim < 2:
+        raise ConfigurationError(f"Probabilities of shape {tuple(p.shape)} have no rows; give (..., queries, keys).")
+    p = p.detach().double()
+    if p.shape[-1] == 0:
+        return p.new_full(p.shape[:-2], math.nan)
+    counts = p.sum(dim=-1) != 0
+    if visible is not None:
+        counts = counts & (visible.to(p.device) >= 2)
+    # Rounding: a float32 softmax may give 0.98999995 for 0.99.
+    saturated = (p.amax(dim=-1) >= threshold * (1 - 1e-6)) & counts
+    share = saturated.sum(dim=-1).double() / counts.sum(dim=-1)  # 0 / 0 is NaN
+    return torch.where((p.isfinite().all(dim=-1) | ~counts).all(dim=-1), share, math.nan)
+
+
+def _counts(p: Tensor) -> Tensor:
+    """Tell which rows are a distribution: finite and not all zero."""
+    return p.isfinite().all(dim=-1) & (p != 0).any(dim=-1)
 
 
 def attention_entropy(x: Tensor, query: Tensor, key: Tensor, num_heads: int, normalized: bool = False) -> float:
