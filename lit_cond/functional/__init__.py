@@ -14,6 +14,7 @@ from lit_cond.functional.jacobian import (
     attention_jacobian_gram,
     attention_jacobian_singular_values,
 )
+from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bound
 from lit_cond.functional.polar import PolarBackend, largest_singular_value, polar_factor
 from lit_cond.functional.schedules import (
     ScheduleName,
@@ -25,9 +26,11 @@ from lit_cond.functional.schedules import (
     step_schedule,
     warmup_hold_schedule,
 )
+from lit_cond.functional.spectrum import effective_rank, numerical_rank, stable_rank
 from lit_cond.functional.tokens import TokenBackend, TokenCorrection, is_prefix_safe, token_correction
 
 __all__ = [
+    "JacobianBound",
     "JacobianSpectrum",
     "PolarBackend",
     "ScheduleName",
@@ -41,11 +44,14 @@ __all__ = [
     "condition_of_spectrum",
     "constant_schedule",
     "cosine_schedule",
+    "effective_rank",
     "identity_correction",
     "is_prefix_safe",
+    "jacobian_bound",
     "largest_singular_value",
     "linear_schedule",
     "measured_strength",
+    "numerical_rank",
     "polar_factor",
     "predicted_attention_entropy",
     "row_entropy",
@@ -53,6 +59,7 @@ __all__ = [
     "scheduled_strength",
     "singular_values",
     "spectral_correction",
+    "stable_rank",
     "step_schedule",
     "token_correction",
     "warmup_hold_schedule",

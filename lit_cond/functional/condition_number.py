@@ -11,7 +11,7 @@ from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lit_cond.errors import ConfigurationError
 
-__all__ = ["condition_number", "condition_of_spectrum", "singular_values"]
+__all__ = ["condition_number", "condition_of_spectrum", "singular_tolerance", "singular_values"]
 
 # Up to this condition number the eigenvalues of the float64 Gram matrix are trusted: squaring costs sigma_min
 # a relative error of about eps * kappa^2, here 2e-7 times a small factor. Measured on two cores in float64,
@@ -93,17 +93,37 @@ def condition_of_spectrum(
     Raises:
         ConfigurationError: ``rtol`` is not in [0, 1).
     """
-    if rtol is not None and not 0 <= rtol < 1:
-        raise ConfigurationError(f"rtol={rtol} is no ratio of singular values; give a number in [0, 1), such as 1e-12.")
+    rtol = singular_tolerance(shape, dtype, rtol)
     if values.shape[-1] == 0:
         return values.new_full(values.shape[:-1], float("nan"))
-    if rtol is None:
-        floor = torch.finfo(torch.float32).eps if dtype.is_floating_point and dtype != torch.float64 else 0.0
-        rtol = max(max(shape[-2:]) * torch.finfo(torch.float64).eps, floor)
     largest, smallest = values[..., 0], values[..., -1]
     singular = smallest <= rtol * largest
     ratio = torch.where(singular, float("inf"), largest / torch.where(singular, 1, smallest))
     return torch.where(largest.isnan(), float("nan"), ratio)
+
+
+def singular_tolerance(shape: Sequence[int], dtype: torch.dtype, rtol: float | None = None) -> float:
+    """Return the part of the largest singular value up to which one counts as zero, as `condition_number` explains.
+
+    Args:
+        shape: Shape of the matrices, (..., m, n).
+        dtype: Type in which the matrices were given.
+        rtol: The caller's own choice, returned if it is usable.
+
+    Returns:
+        The ratio.
+
+    Raises:
+        ConfigurationError: ``rtol`` is not in [0, 1).
+    """
+    if rtol is not None:
+        if not 0 <= rtol < 1:
+            raise ConfigurationError(
+                f"rtol={rtol} is no ratio of singular values; give a number in [0, 1), such as 1e-12."
+            )
+        return rtol
+    floor = torch.finfo(torch.float32).eps if dtype.is_floating_point and dtype != torch.float64 else 0.0
+    return max(max(shape[-2:]) * torch.finfo(torch.float64).eps, floor)
 
 
 def _prepare(a: Tensor) -> tuple[Tensor, Tensor]:
