@@ -15,13 +15,16 @@ PACKAGE = ROOT / "lit_cond"
 ALLOWED = {
     "functional": set(),
     "surgery": {"functional"},
-    "callbacks": {"functional", "surgery"},
+    "plots": set(),
+    "callbacks": {"functional", "surgery", "plots"},
+    "report": {"plots", "extras"},
     "tasks": {"checkpoint", "extras"},
     "data": {"extras"},
 }
 LIBRARIES = {
     "functional": {"torch"},
     "surgery": {"torch"},
+    "plots": {"matplotlib"},
     "callbacks": {"torch", "lightning", "matplotlib", "typing_extensions"},
 }
 

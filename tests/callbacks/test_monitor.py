@@ -11,7 +11,6 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_cond.callbacks import ConditionedTokens, ConditionNumberMonitor, SpectralConditioning, StrengthSchedule
-from lit_cond.callbacks.charts import HeatMap, log_histogram
 from lit_cond.errors import ConfigurationError, LitCondWarning, NoMatchingTargetError
 from lit_cond.surgery import find_attention, strengths
 from tests.tiny import ATTENTION, TinyModule, make_loader, make_module, make_trainer
@@ -152,23 +151,6 @@ def test_tensorboard_gets_scalars_histograms_and_heat_maps(tmp_path):
     assert events.Histograms("spectrum/query")[0].histogram_value.max == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        torch.full((4,), math.nan),
-        torch.tensor([]),
-        torch.tensor([1.0, math.inf, 2.0]),
-        torch.zeros(3),
-        torch.tensor([1.0, 2.0], dtype=torch.bfloat16),
-    ],
-)
-def test_d7_histograms_of_anything(tmp_path, values):
-    logger = TensorBoardLogger(tmp_path)
-    trainer = make_trainer(tmp_path, logger=logger)
-    log_histogram(trainer, "spectrum/x", values, 0)
-    logger.finalize("success")
-
-
 def test_d3_a_bad_matrix_is_counted_and_the_others_are_reported(tmp_path):
     class Break(pl.Callback):
         def on_train_start(self, trainer, pl_module):
@@ -249,18 +231,6 @@ def test_tokens_that_can_not_be_read_do_not_end_a_training_that_did_not_ask_for_
     assert len(module.losses) == 4
     with pytest.raises(ConfigurationError, match="axes 1 and 3"):
         run(quantities=["tokens"])
-
-
-def test_heat_map_has_a_row_for_each_layer_and_a_gap_for_what_is_not_finite():
-    heat_map = HeatMap("query")
-    for step, value in enumerate([10.0, math.inf, 1000.0]):
-        heat_map.add("a", step, value)
-        heat_map.add("b", step, 10.0)
-    table = heat_map.figure().axes[0].images[0].get_array()
-    assert table.shape == (2, 3)
-    assert table[0, 0] == 1
-    assert table[0, 2] == 3
-    assert table.mask[0, 1]
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

@@ -1,0 +1,126 @@
+"""Curves over optimizer steps, several runs in each panel."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lit_cond.plots.style import colour, log_limits, say_nothing_to_show, set_log_axis, styled
+
+__all__ = ["Line", "Panel", "curves"]
+
+_MARKER_BELOW = 3  # a line of so few points can not be seen without markers
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve.
+
+    Attributes:
+        label: What it is; equal labels share one entry of the legend.
+        points: Values by optimizer step; gaps and triangles at the upper edge stand for what is not finite.
+        run: Position of the run, which chooses the colour.
+        dashed: Whether the line is dashed.
+    """
+
+    label: str
+    points: Mapping[int, float]
+    run: int = 0
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One pair of axes.
+
+    Attributes:
+        title: Title of the panel.
+        lines: What it shows.
+        log: Whether the vertical axis is logarithmic.
+        group: Panels of one group that stand in the same row share their vertical axis.
+    """
+
+    title: str
+    lines: Sequence[Line]
+    log: bool = False
+    group: str = ""
+
+
+@styled
+def curves(panels: Sequence[Panel], title: str = "", columns: int = 3) -> Any:
+    """Draw curves in panels of equal size with one legend below.
+
+    Args:
+        panels: What to draw.
+        title: Title of the figure.
+        columns: How many panels stand in a row.
+
+    Returns:
+        A matplotlib figure.
+    """
+    from matplotlib.figure import Figure
+
+    columns = max(1, min(columns, len(panels)))
+    rows = max(1, math.ceil(len(panels) / columns))
+    figure = Figure(figsize=(max(4.6, 3.25 * columns), 2.35 * rows + (0.7 if title else 0.4)), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    every = list(grid.flat)
+    for axes, panel in zip(every, panels, strict=False):
+        _draw(axes, panel, _limits(panel, panels))
+    for axes in every[len(panels) :]:
+        axes.set_visible(False)
+    for position, axes in enumerate(every[: len(panels)]):
+        if position + columns >= len(panels):
+            axes.set_xlabel("optimizer step")
+    if title:
+        figure.suptitle(title, x=0.01, ha="left")
+    entries: dict[str, Any] = {}
+    for axes in every[: len(panels)]:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if entries:
+        across = max(1, min(len(entries), int(figure.get_figwidth() / (0.55 + 0.075 * max(map(len, entries))))))
+        figure.legend(entries.values(), entries.keys(), loc="outside lower left", ncols=across)
+    return figure
+
+
+def _limits(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float] | None:
+    """Return the vertical limits: those of the whole group of the panel."""
+    together = [other for other in panels if other.group == panel.group] if panel.group else [panel]
+    values = [value for other in together for line in other.lines for value in line.points.values()]
+    if panel.log:
+        found = log_limits(values)
+        return (found[0] / 1.12, found[1] * 1.12) if found else None
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return None
+    low, high = min(finite), max(finite)
+    room = 0.05 * (high - low) or 0.05 * abs(high) or 0.5
+    return low - room, high + room
+
+
+def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None) -> None:
+    axes.set_title(panel.title)
+    if limits is None:
+        say_nothing_to_show(axes)
+        return
+    if panel.log:
+        axes.set_yscale("log")
+    axes.set_ylim(*limits)
+    if panel.log:
+        set_log_axis(axes.yaxis, limits)
+    low = 0.0 if panel.log else -math.inf
+    for line in panel.lines:
+        steps = sorted(line.points)
+        values = [line.points[step] for step in steps]
+        shown = [value if low < value < math.inf else math.nan for value in values]
+        look = {"color": colour(line.run), "linestyle": (0, (4, 1.6)) if line.dashed else "-"}
+        alone = sum(map(math.isfinite, shown)) < _MARKER_BELOW
+        axes.plot(steps, shown, label=line.label, marker="o" if alone else "", markersize=4, **look)
+        if beyond := [step for step, value in zip(steps, values, strict=True) if value != value or value == math.inf]:
+            edge = axes.get_xaxis_transform()
+            axes.plot(
+                beyond, [1.0] * len(beyond), "^", color=look["color"], markersize=4, transform=edge, clip_on=False
+            )
