@@ -7,11 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import nn
 
 from lit_cond.errors import LitCondError
+from lit_cond.inspect_data import fit_to_model, read_data
+from lit_cond.inspect_numbers import Numbers, measure_numbers
+from lit_cond.inspect_table import add_numbers, format_numbers
 from lit_cond.named_models import META_ABOVE, NamedModel, build_named
 from lit_cond.surgery import TokenSite, find_token_sites
 from lit_cond.surgery.samples import sampled_parts
@@ -21,8 +25,9 @@ from lit_cond.surgery.table import format_survey, survey_as_dict
 __all__ = ["main"]
 
 _DESCRIPTION = """\
-Show the attention layers of a model, which rows of which parameters hold their query, key and value matrices, and where
-embedded tokens enter. Nothing is downloaded or trained; weights are random where the name brings none.
+Show the attention layers of a model, which rows of which parameters hold their query, key and value matrices, where
+embedded tokens enter, how the matrices are conditioned, how widely the softmax looks, and what each correction would
+make of both. Nothing is downloaded or trained; weights are random where the name brings none.
 
 NAME_OR_PATH is one of
   timm/NAME, torchvision/NAME      a model of these libraries
@@ -70,7 +75,17 @@ def main(arguments: Sequence[str]) -> None:
         f"{META_ABOVE // 10**6} million parameters",
     )
     parser.add_argument("--no-trace", action="store_true", help="ask the table of known layouts alone")
+    parser.add_argument("--no-numbers", action="store_true", help="leave condition numbers and entropies out")
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        type=Path,
+        help="a batch that the model takes, for the attention entropy: what torch.save has written of a tensor, a "
+        "tuple of arguments or a dictionary of them, or a .npy file; the model's own sample input when omitted",
+    )
     options = parser.parse_args(arguments)
+    if options.data is not None and (options.no_numbers or options.no_trace or options.device == "meta"):
+        parser.error("--data needs a model with values: leave --no-numbers, --no-trace and --device meta out")
     try:
         understood = _inspect(options)
     except LitCondError as error:
@@ -87,15 +102,22 @@ def _fail(text: str) -> NoReturn:
 
 
 def _inspect(options: argparse.Namespace) -> bool:
+    samples = None if options.data is None else read_data(options.data)
     named = build_named(options.name, options.device, values=not options.no_trace)
     # Without values there is nothing to run.
     model = named.model.to("meta") if options.no_trace else named.model
+    if samples is not None:
+        samples = fit_to_model(samples, model, options.data)
     survey = survey_attention(model, trace=not options.no_trace)
     tokens = _tokens(model, survey)
+    numbers = None if options.no_numbers else measure_numbers(model, survey)
     if options.json:
-        print(json.dumps({"model": _as_dict(named), **survey_as_dict(survey, tokens)}, indent=2))
+        content = survey_as_dict(survey, tokens)
+        if numbers is not None:
+            content = add_numbers(content, survey, numbers)
+        print(json.dumps({"model": _as_dict(named), **content}, indent=2, allow_nan=False))
     else:
-        print("\n".join(_lines(named, survey, tokens, options)))
+        print("\n".join(_lines(named, survey, tokens, numbers, options)))
     return not survey.unknown
 
 
@@ -120,7 +142,11 @@ def _as_dict(named: NamedModel) -> dict[str, Any]:
 
 
 def _lines(
-    named: NamedModel, survey: Survey, tokens: Sequence[TokenSite] | LitCondError, options: argparse.Namespace
+    named: NamedModel,
+    survey: Survey,
+    tokens: Sequence[TokenSite] | LitCondError,
+    numbers: Numbers | None,
+    options: argparse.Namespace,
 ) -> list[str]:
     lines = [f"{named.name}: {type(named.model).__name__}, {_millions(named.parameters)} parameters"]
     if named.others:
@@ -129,6 +155,8 @@ def _lines(
         lines.append("no attention: nothing here makes queries, keys and values for a softmax")
     text = format_survey(survey, tokens, full=options.full)
     lines += ["", text] if text else []
+    measured = [] if numbers is None else format_numbers(survey, numbers, full=options.full)
+    lines += ["", *measured] if measured else []
     advice = _advice(named, survey, options)
     return [*lines, *(["", *advice] if advice else [])]
 

@@ -14,7 +14,7 @@ from lit_cond.surgery.survey import Survey
 if TYPE_CHECKING:
     from lit_cond.surgery import TokenSite
 
-__all__ = ["SurveyRow", "format_remarks", "format_survey", "survey_as_dict", "survey_rows"]
+__all__ = ["SurveyRow", "aligned", "format_remarks", "format_survey", "layer_groups", "survey_as_dict", "survey_rows"]
 
 _HEADER = ("#", "layer", "kind", "heads", "matrix", "parameter", "rows", "shape", "found")
 
@@ -176,7 +176,7 @@ def format_survey(
     matrices = sum(row.owner is not None for row in rows)
     parts = [f"{_count(layers, 'attention layer')}, {_count(matrices, 'matrix', 'matrices')}"] if layers else []
     if layers:
-        parts += ["", *_table([list(_HEADER), *_cells(rows, full)])]
+        parts += ["", *aligned([list(_HEADER), *_cells(rows, full)])]
     if tokens is not None and (layers or isinstance(tokens, LitCondError)):
         parts += ["", "tokens enter at", *_token_lines(tokens)]
     remarks = format_remarks(survey, full=full)
@@ -209,13 +209,30 @@ def format_remarks(survey: Survey, *, full: bool = False, roles: bool = False) -
     return lines[1:]
 
 
-def _cells(rows: Sequence[SurveyRow], full: bool) -> list[list[str]]:
+def layer_groups(rows: Sequence[SurveyRow], full: bool = False) -> list[list[int]]:
+    """Return the positions of the layers that stand in one row of the table, group by group.
+
+    Args:
+        rows: The rows of all layers.
+        full: Whether each layer stands for itself.
+    """
+    layers = _by_layer(rows)
+    if full:
+        return [[i] for i in layers]
+    return fold([(_signature(group), group[0].layer) for group in layers.values()])
+
+
+def _by_layer(rows: Sequence[SurveyRow]) -> dict[int, list[SurveyRow]]:
     layers: dict[int, list[SurveyRow]] = {}
     for row in rows:
         layers.setdefault(row.index, []).append(row)
-    groups = [[i] for i in layers] if full else fold([(_signature(group), group[0].layer) for group in layers.values()])
+    return layers
+
+
+def _cells(rows: Sequence[SurveyRow], full: bool) -> list[list[str]]:
+    layers = _by_layer(rows)
     cells = []
-    for group in groups:
+    for group in layer_groups(rows, full):
         for place, row in enumerate(layers[group[0]]):
             same = [layers[i][place] for i in group]
             heads = "?" if row.heads is None else str(row.heads)
@@ -270,7 +287,12 @@ def _relative(name: str | None, layer: str) -> tuple[int, str] | None:
     return len(own) - shared, ".".join(other[shared:])
 
 
-def _table(cells: Sequence[Sequence[str]]) -> list[str]:
+def aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines, every column as wide as its widest cell.
+
+    Args:
+        cells: The rows, equally long.
+    """
     # A reason in place of a parameter must not widen the column.
     widths = [max(len(row[i]) for row in cells if not row[i].startswith("none: ")) for i in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]

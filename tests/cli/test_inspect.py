@@ -16,10 +16,10 @@ from tests.cli.conftest import Outcome
 from tests.cli.helpers import run_process
 from tests.tiny import TinyModule, TinyTransformer, make_loader, make_trainer
 
-KEYS = {"model", "layers", "token_sites", "token_sites_unknown", "left_alone", "not_understood", "notes"}
+KEYS = {"model", "layers", "token_sites", "token_sites_unknown", "left_alone", "not_understood", "notes", "numbers"}
 LAYER_KEYS = {
     "index", "name", "class", "kind", "causal", "heads", "kv_heads", "batch_first", "found", "matrices",
-    "without_matrix",
+    "without_matrix", "attention",
 }  # fmt: skip
 
 BERT = {
@@ -170,6 +170,7 @@ def test_torchvision_on_the_meta_device(as_json):
         "groups": 1,
         "shape": [768, 768],
         "note": None,
+        "numbers": None,
     }
     assert content["token_sites"][0]["name"] == "encoder.layers.encoder_layer_0"
     assert "meta device" in content["notes"][0]
@@ -251,7 +252,9 @@ def test_the_user_s_own_says_what_it_takes_to_be_traced(run, mine):
     silent, talkative = run(f"{mine}:build").out, run(f"{mine}:talkative").out
     assert "example_input_array" in silent
     assert "example_input_array" not in talkative
-    rows = [[line.split()[-1] for line in out.splitlines() if " query " in line] for out in (silent, talkative)]
+    rows = [
+        [line.split()[-1] for line in out.splitlines() if " .q_proj.weight " in line] for out in (silent, talkative)
+    ]
     assert rows == [["table"], ["traced"]]
 
 
