@@ -16,7 +16,8 @@ ALLOWED = {
     "functional": set(),
     "surgery": {"functional"},
     "plots": set(),
-    "callbacks": {"functional", "surgery", "plots"},
+    "measuring": {"functional", "surgery"},
+    "callbacks": {"functional", "surgery", "measuring", "plots"},
     "report": {"plots", "extras"},
     "tasks": {"checkpoint", "extras"},
     "data": {"extras"},
@@ -24,6 +25,7 @@ ALLOWED = {
 LIBRARIES = {
     "functional": {"torch"},
     "surgery": {"torch"},
+    "measuring": {"torch"},
     "plots": {"matplotlib"},
     "callbacks": {"torch", "lightning", "matplotlib", "typing_extensions"},
 }

@@ -4,17 +4,17 @@ The model's own call gives the inputs; the traced pass runs apart from the train
 random numbers as they were, and changes nothing. It runs in each process on its own, without communication.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lit_cond.errors import UnknownAttentionError
+from lit_cond.measuring.values import mapped
 from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import AttentionSite
 from lit_cond.surgery.survey import survey_attention, trace_and_remember
@@ -111,7 +111,7 @@ def _smaller(sample: Sample) -> Sample:
     sizes = {t.shape[0] if t.ndim else 0 for t in _tensors((sample.args, dict(sample.kwargs)))}
     if len(sizes) != 1 or min(sizes) <= _BATCH:
         return sample
-    return replace(sample, args=_mapped(sample.args, _cut), kwargs=_mapped(dict(sample.kwargs), _cut))
+    return replace(sample, args=mapped(sample.args, _cut), kwargs=mapped(dict(sample.kwargs), _cut))
 
 
 def _cut(tensor: Tensor) -> Tensor:
@@ -120,22 +120,10 @@ def _cut(tensor: Tensor) -> Tensor:
 
 def _detached(value: Any) -> Any:
     # Clones: the model may change its input in place.
-    return _mapped(value, lambda tensor: tensor.detach().clone())
+    return mapped(value, lambda tensor: tensor.detach().clone())
 
 
 def _tensors(value: Any) -> list[Tensor]:
     found: list[Tensor] = []
-    _mapped(value, found.append)
+    mapped(value, found.append)
     return found
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Return a value with a function applied to the tensors in its lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
-        items = [_mapped(item, function) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        return {key: _mapped(item, function) for key, item in value.items()}
-    return value

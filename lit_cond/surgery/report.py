@@ -16,10 +16,19 @@ from lit_cond.functional.condition_number import condition_of_spectrum, singular
 from lit_cond.surgery.apply import existing
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.selection import Pattern
-from lit_cond.surgery.sites import AttentionSite, Role
+from lit_cond.surgery.sites import AttentionSite, Role, WeightView
 from lit_cond.surgery.weights import gathered
 
-__all__ = ["WeightReport", "format_table", "is_plain", "measure_weights", "spectra", "well_conditioned"]
+__all__ = [
+    "WeightMatrix",
+    "WeightReport",
+    "format_table",
+    "is_plain",
+    "measure_weights",
+    "spectra",
+    "weight_matrices",
+    "well_conditioned",
+]
 
 # Random n x n matrices have a condition number of about 2.6 n; below this factor of n a square matrix was not left to
 # chance. Rectangular ones are well conditioned by nature and say nothing.
@@ -81,7 +90,58 @@ def _chunks(by_shape: dict[tuple[int, ...], list[int]]) -> Iterator[tuple[tuple[
         yield from ((shape, indices[i : i + size]) for i in range(0, len(indices), size))
 
 
+@dataclass(frozen=True, eq=False)
+class WeightMatrix:
+    """One projection matrix of an attention layer.
+
+    Args:
+        site: The layer.
+        role: Which matrix.
+        view: Where it stands.
+        raw: Without the corrections (out_features, in_features).
+        effective: As the forward pass reads it, where it carries a correction.
+        corrections: One phrase for each correction.
+    """
+
+    site: AttentionSite
+    role: Role
+    view: WeightView
+    raw: Tensor
+    effective: Tensor | None
+    corrections: tuple[str, ...]
+
+    @property
+    def read(self) -> Tensor:
+        """The matrix as the forward pass reads it."""
+        return self.raw if self.effective is None else self.effective
+
+
 @torch.no_grad()
+def weight_matrices(sites: Iterable[AttentionSite]) -> list[WeightMatrix]:
+    """Return the query, key and value matrices of layers, whole ones where the parameters are sharded."""
+    views = [(site, role, view) for site in sites for role, view in site]
+    weights = [existing(view.module, view.tensor_name) for _, _, view in views]
+    # The matrices of a fused weight share what is computed of it.
+    effective = {id(weight): weight.current_effective for weight in weights if weight is not None}
+    result = []
+    for (site, role, view), weight in zip(views, weights, strict=True):
+        parameter = view.parameter.detach() if weight is None else weight.current_raw
+        terms = () if weight is None else weight.terms
+        rows = view.layout.rows.indices()
+        corrected = weight is not None and any(torch.isin(rows, t.rows).any() for t in terms)
+        result.append(
+            WeightMatrix(
+                site,
+                role,
+                view,
+                view.layout.matrix(gathered(parameter)),
+                view.layout.matrix(gathered(effective[id(weight)])) if corrected else None,
+                tuple(f"{t.rule.correction} x {float(t.strength):g}" for t in terms if torch.isin(rows, t.rows).all()),
+            )
+        )
+    return result
+
+
 def measure_weights(
     model: nn.Module,
     include: Pattern = None,
@@ -101,41 +161,26 @@ def measure_weights(
         NoMatchingTargetError: If there is no such layer.
         UnknownAttentionError: If a layer is stored in a way that no family knows.
     """
-    views = [
-        (site, role, view)
-        for site in (find_attention(model, include, exclude) if sites is None else sites)
-        for role, view in site
-    ]
-    weights = [existing(view.module, view.tensor_name) for _, _, view in views]
-    raw: list[Tensor] = []
-    corrected: dict[int, Tensor] = {}
-    # The matrices of a fused weight share what is computed of it.
-    effective = {id(weight): weight.current_effective for weight in weights if weight is not None}
-    for i, ((_, _, view), weight) in enumerate(zip(views, weights, strict=True)):
-        parameter = view.parameter.detach() if weight is None else weight.current_raw
-        raw.append(view.layout.matrix(gathered(parameter)))
-        if weight is not None and any(torch.isin(view.layout.rows.indices(), t.rows).any() for t in weight.terms):
-            corrected[i] = view.layout.matrix(gathered(effective[id(weight)]))
-    before = spectra(raw)
+    matrices = weight_matrices(find_attention(model, include, exclude) if sites is None else sites)
+    before = spectra([m.raw for m in matrices])
+    corrected = [i for i, m in enumerate(matrices) if m.effective is not None]
     # The table shows four digits, and a corrected matrix is cheaper to measure to five.
-    measured = dict(enumerate(before)) | dict(zip(corrected, spectra(list(corrected.values()), 1e-5), strict=True))
+    measured = dict(enumerate(before)) | dict(
+        zip(corrected, spectra([matrices[i].read for i in corrected], 1e-5), strict=True)
+    )
     return [
         WeightReport(
-            name=site.name,
-            role=role,
-            shape=(len(view.layout.rows), view.in_features),
-            heads=site.heads(role),
-            stored=f"{view.owner_name}.{view.tensor_name}{view.layout.rows}",
+            name=m.site.name,
+            role=m.role,
+            shape=(len(m.view.layout.rows), m.view.in_features),
+            heads=m.site.heads(m.role),
+            stored=f"{m.view.owner_name}.{m.view.tensor_name}{m.view.layout.rows}",
             raw=before[i][0],
             effective=measured[i][0],
             spectrum=measured[i][1],
-            corrections=tuple(
-                f"{t.rule.correction} x {float(t.strength):g}"
-                for t in (weight.terms if weight is not None else ())
-                if torch.isin(view.layout.rows.indices(), t.rows).all()
-            ),
+            corrections=m.corrections,
         )
-        for i, ((site, role, view), weight) in enumerate(zip(views, weights, strict=True))
+        for i, m in enumerate(matrices)
     ]
 
 

@@ -1,0 +1,120 @@
+"""What each head of a layer projects: the tokens that its Jacobian with respect to the weights needs.
+
+The closed form holds where a query, key or value is the product of tokens with one weight, times a number. That is
+checked on the values: what does not agree (rotary positions, normalised queries) is declined with the reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lit_cond.measuring.heads import by_head, canonical
+from lit_cond.measuring.observe import ObservedAttention, ObservedSample
+from lit_cond.measuring.records import Operand
+from lit_cond.surgery.sites import ROLES, AttentionSite, Role
+
+__all__ = ["HeadInputs", "head_inputs"]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadInputs:
+    """The tokens behind the queries, keys and values of one sample.
+
+    Args:
+        tokens: For each role (tokens, channels), times the factor between the projection and what entered the kernel.
+    """
+
+    tokens: dict[Role, Tensor]
+
+
+def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInputs | str:
+    """Return the tokens that the heads of a layer project, or why the closed form does not hold there."""
+    site, attended = observed.site, observed.attended
+    if site.kind == "channel":
+        return "its softmax runs over channels, and the closed form is that of tokens"
+    if observed.scale is None:
+        return observed.obstacle or "its scores are more than a product of queries and keys"
+    operands: dict[Role, Operand] = {"query": attended.query, "key": attended.key, "value": attended.value}
+    places: dict[Role, Tensor] = {"query": sample.queries, "key": sample.keys, "value": sample.keys}
+    tokens: dict[Role, Tensor] = {}
+    for role in ROLES:
+        projected = _tokens(site, role, operands[role], sample.index)
+        if isinstance(projected, str):
+            return projected
+        tokens[role] = projected[places[role]]
+    return HeadInputs(tokens)
+
+
+def _tokens(site: AttentionSite, role: Role, operand: Operand, index: int) -> Tensor | str:
+    if len(operand.projections) != 1:
+        made = f"made by {len(operand.projections)} projections" if operand.projections else "not projected here"
+        return f"its {role} is {made}"
+    (projection,) = operand.projections
+    view = site.matrix_view(role)
+    inputs = projection.inputs.detach().movedim(projection.input_axis, -1)
+    outputs = projection.output.detach().movedim(projection.output_axis, -1)
+    if view is None or view.layout.groups > 1 or inputs.shape[:-1] != outputs.shape[:-1]:
+        return f"its {role} is no product of tokens with one weight"
+    whole = canonical(operand)
+    heads = _heads(whole, site, role)
+    entered = by_head(whole, heads)[index].double()
+    channels = _channels(site, role, outputs.shape[-1], len(view.layout.rows))
+    if channels is None or inputs.shape[-1] != view.in_features:
+        return f"the rows of its {role} are not known in what is projected"
+    x, u = inputs.flatten(0, -2), outputs.flatten(0, -2)
+    count = entered.shape[1]
+    if not count or len(x) % count:
+        return f"its {role} has other tokens than were projected"
+    for of_sample in _orders(len(x), count, index):
+        projected = u[of_sample][:, channels.to(u.device)].double()
+        if projected.shape[1] % entered.shape[2]:
+            break
+        split = projected.reshape(count, -1, entered.shape[2]).transpose(0, 1)
+        factor = _factor(split, entered, operand.tensor.dtype)
+        if factor is not None:
+            return x[of_sample].double() * factor
+    return (
+        f"its {role} is more than a product of tokens with a weight (rotary positions, a normalisation), for which "
+        "there is no closed form here"
+    )
+
+
+def _heads(whole: Tensor, site: AttentionSite, role: Role) -> int | None:
+    count, queries = site.heads(role), site.num_heads
+    return queries if role == "query" or count is None or queries in whole.shape[:-2] else count
+
+
+def _channels(site: AttentionSite, role: Role, width: int, rows: int) -> Tensor | None:
+    """Return which channels of a projection's output are those of a role: all, or its rows in a fused weight."""
+    if width == rows:
+        return torch.arange(rows)
+    view = site.matrix_view(role)
+    indices = view.layout.rows.indices(torch.device("cpu")) if view is not None else torch.arange(0)
+    return indices if len(indices) and int(indices.max()) < width else None
+
+
+def _orders(places: int, count: int, index: int) -> list[slice]:
+    """Return where the tokens of a sample may stand among all places: batch first, or tokens first."""
+    samples = places // count
+    if index >= samples:
+        return []
+    return [slice(index * count, (index + 1) * count), slice(index, None, samples)]
+
+
+def _factor(made: Tensor, entered: Tensor, dtype: torch.dtype) -> float | None:
+    """Return c if `entered = c * made` (heads, tokens, channels) up to rounding; heads may be repeated."""
+    if made.shape[0] != entered.shape[0]:
+        if entered.shape[0] % made.shape[0]:
+            return None
+        made = made.repeat_interleave(entered.shape[0] // made.shape[0], dim=0)
+    if made.shape != entered.shape:
+        return None
+    size = (made * made).sum()
+    factor = (made * entered).sum() / torch.where(size > 0, size, 1)
+    wrong = (entered - factor * made).norm()
+    tolerance = 32 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    # Nothing at all is projected where both are zero, as in a layer that was initialised so.
+    return float(factor) if bool(wrong <= tolerance * entered.norm()) and bool(factor != 0) else None

@@ -1,0 +1,196 @@
+"""Condition numbers, spectra and entropies of attention that was observed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lit_cond.errors import ConfigurationError
+from lit_cond.functional.attention import row_entropy, saturated_share
+from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
+from lit_cond.functional.jacobian import attention_jacobian_singular_values
+from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bound
+from lit_cond.functional.spectrum import effective_rank, stable_rank
+from lit_cond.measuring.head_inputs import head_inputs
+from lit_cond.measuring.heads import per_query_head
+from lit_cond.measuring.observe import ObservedAttention, ObservedSample
+from lit_cond.surgery.apply import existing
+from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView
+
+__all__ = [
+    "STATISTICS",
+    "Spectrum",
+    "attention_spectra",
+    "bounds",
+    "entropy_numbers",
+    "finite_mean",
+    "jacobian_spectra",
+    "score_spectra",
+    "spectra_of",
+    "statistics_of",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Spectrum:
+    """The singular values of one matrix.
+
+    Args:
+        values: Singular values, descending, float64 (k,).
+        condition: Condition number, dimensionless, >= 1; inf for a singular matrix, NaN for one with a NaN or infinity.
+        rtol: Ratio of singular values up to which they count as zero.
+        head: Which head of the layer the matrix belongs to.
+    """
+
+    values: Tensor
+    condition: float
+    rtol: float
+    head: int = 0
+
+
+def spectra_of(matrices: Tensor, dtype: torch.dtype) -> list[Spectrum]:
+    """Return the spectra of the heads' matrices (heads, m, n), judged as computed from numbers of a dtype."""
+    values = singular_values(matrices)
+    conditions = condition_of_spectrum(values, matrices.shape, dtype).tolist()
+    floor = torch.finfo(torch.float32).eps if dtype != torch.float64 else 0.0
+    rtol = max(max(matrices.shape[-2:]) * torch.finfo(torch.float64).eps, floor)
+    return [Spectrum(v, c, rtol, head) for head, (v, c) in enumerate(zip(values.cpu(), conditions, strict=True))]
+
+
+def score_spectra(sample: ObservedSample) -> list[Spectrum]:
+    """Return the spectrum of the softmax matrix (n, m) of each head."""
+    return spectra_of(sample.probabilities, sample.query.dtype)
+
+
+def attention_spectra(sample: ObservedSample) -> list[Spectrum]:
+    """Return the spectrum of what each head returns (n, v), before the output projection."""
+    return spectra_of(sample.output, sample.query.dtype)
+
+
+def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_rows: int) -> list[Spectrum]:
+    """Return the spectrum of the Jacobian of each head's output by its query, key and value weights.
+
+    Of a head with more than `max_rows` outputs (tokens times channels) some tokens are measured: the condition number
+    is then a lower bound.
+
+    Raises:
+        ConfigurationError: If the closed form does not hold in this layer.
+    """
+    inputs = _inputs(observed, sample)
+    result = []
+    for head in range(sample.query.shape[0]):
+        spectrum = attention_jacobian_singular_values(
+            inputs["query"],
+            inputs["key"],
+            inputs["value"],
+            sample.query[head],
+            sample.key[head],
+            sample.value[head],
+            sample.probabilities[head],
+            observed.scale or 1.0,
+            max_rows=max(max_rows, sample.value.shape[-1]),
+        )
+        result.append(Spectrum(spectrum.values.cpu(), spectrum.condition, spectrum.rtol, head))
+    return result
+
+
+def bounds(observed: ObservedAttention, sample: ObservedSample) -> list[JacobianBound]:
+    """Return Theorem 3.4's bound on the condition number of each head's Jacobian, with its factors.
+
+    Raises:
+        ConfigurationError: If the layer is none that the theorem speaks of.
+    """
+    inputs = _inputs(observed, sample)
+    site = observed.site
+    if inputs["query"].shape != inputs["value"].shape or site.kind == "cross":
+        raise ConfigurationError(f"'{site.name}': the theorem is about self-attention")
+    heads = sample.query.shape[0]
+    weights = {role: _head_weights(site, role, heads) for role in ROLES}
+    # One matrix X: what the values are made of, in the precision in which the model computed it.
+    tokens = inputs["value"].to(sample.value.dtype)
+    return [
+        jacobian_bound(
+            tokens,
+            weights["query"][head],
+            weights["key"][head],
+            weights["value"][head],
+            sample.probabilities[head],
+        )
+        for head in range(heads)
+    ]
+
+
+def _inputs(observed: ObservedAttention, sample: ObservedSample) -> Mapping[Role, Tensor]:
+    found = head_inputs(observed, sample)
+    if isinstance(found, str):
+        raise ConfigurationError(f"'{observed.site.name}': {found}")
+    return found.tokens
+
+
+def _head_weights(site: AttentionSite, role: Role, heads: int) -> Tensor:
+    """Return the weight of a role as the forward pass reads it, one matrix for each query head (heads, d, width)."""
+    view = site.matrix_view(role)
+    if view is None:
+        raise ConfigurationError(f"'{site.name}': its {role} has no one weight")
+    matrix = view.layout.matrix(_effective(view, site))
+    split = matrix.unflatten(0, (site.heads(role) or heads, -1))  # type: ignore[no-untyped-call]
+    return per_query_head(split.unsqueeze(0), heads)[0]
+
+
+def _effective(view: WeightView, site: AttentionSite) -> Tensor:
+    weight = existing(view.module, view.tensor_name)
+    if isinstance(view.parameter, DTensor):
+        raise ConfigurationError(f"'{site.name}': its weights are sharded while the forward pass runs")
+    return view.parameter.detach() if weight is None else weight.current_effective
+
+
+def entropy_numbers(sample: ObservedSample) -> dict[str, Tensor]:
+    """Return how concentrated attention is, head by head; queries that can see one key only have no choice.
+
+    Returns:
+        `entropy`: mean entropy of a query's row, in nats (heads,). `entropy_share`: the same divided by the logarithm
+        of how many keys the query may see, so that uniform attention has 1. `saturated`: share of queries whose largest
+        probability is at least 0.99. NaN where no query has a choice.
+    """
+    choice = sample.seen >= 2
+    rows = row_entropy(sample.probabilities[:, choice])
+    return {
+        "entropy": rows.mean(dim=-1),
+        "entropy_share": (rows / sample.seen[choice].double().log()).mean(dim=-1),
+        "saturated": saturated_share(sample.probabilities, visible=sample.seen),
+    }
+
+
+STATISTICS: dict[str, Callable[[Spectrum], float]] = {
+    "sigma_max": lambda s: float(s.values[0]) if len(s.values) else math.nan,
+    "sigma_min": lambda s: float(s.values[-1]) if len(s.values) else math.nan,
+    "stable_rank": lambda s: float(stable_rank(s.values)),
+    "effective_rank": lambda s: float(effective_rank(s.values)),
+    "numerical_rank": lambda s: float(_rank(s)),
+}
+
+
+def _rank(spectrum: Spectrum) -> float:
+    if not bool(spectrum.values.isfinite().all()):
+        return math.nan
+    return float((spectrum.values > spectrum.rtol * spectrum.values[:1]).sum())
+
+
+def statistics_of(spectra: Iterable[Spectrum], names: Iterable[str]) -> dict[str, float]:
+    """Return statistics of matrices, by name of `STATISTICS`, each the mean over those that have a finite one."""
+    kept = list(spectra)
+    return {name: finite_mean(STATISTICS[name](s) for s in kept) for name in names}
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """Return the mean of the finite values; without one inf if there is an infinite value, else NaN."""
+    kept = list(values)
+    finite = [v for v in kept if math.isfinite(v)]
+    if finite:
+        return sum(finite) / len(finite)
+    return math.inf if any(v == math.inf for v in kept) else math.nan
