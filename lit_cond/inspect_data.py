@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lit_cond.errors import ConfigurationError, DataError
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
 from lit_cond.surgery.survey import trace_and_remember
+from lit_cond.surgery.tracing.quiet import as_it_was
 
 __all__ = ["fit_to_model", "read_data"]
 
@@ -97,11 +98,14 @@ def fit_to_model(sample: Sample, model: nn.Module, path: Path) -> Sample:
         return type(value)(move(part) for part in value) if isinstance(value, (list, tuple)) else value
 
     sample = replace(sample, args=move(sample.args), kwargs=move(sample.kwargs))
-    if next(sampled_parts(model), None) is None:
-        try:
+    try:
+        if next(sampled_parts(model), None) is None:
             trace_and_remember(model, [sample])
-        except Exception as error:  # whatever a foreign forward raises
-            raise ConfigurationError(
-                f"{type(model).__name__} can not run on '{path}': {type(error).__name__}: {_first_line(error)}"
-            ) from error
+        else:
+            with as_it_was(model), torch.no_grad():
+                sample.run(model)
+    except Exception as error:  # whatever a foreign forward raises
+        raise ConfigurationError(
+            f"{type(model).__name__} can not run on '{path}': {type(error).__name__}: {_first_line(error)}"
+        ) from error
     return sample

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from lit_cond.errors import ConfigurationError
+import torch
+from torch import Tensor, nn
+
+from lit_cond.errors import ConfigurationError, LitCondError
 from lit_cond.functional.attention import predicted_attention_entropy
+from lit_cond.measuring.observe import ObservedAttention
+from lit_cond.measuring.probes import observe_forward
+from lit_cond.measuring.quantities import entropy_numbers
 from lit_cond.surgery.apply import effective_matrix
+from lit_cond.surgery.samples import Sample, sampled_parts
 from lit_cond.surgery.sites import AttentionSite
 
-__all__ = ["COLLAPSED", "PROBE_TOKENS", "Softmax", "predicted"]
+__all__ = ["COLLAPSED", "PROBE_TOKENS", "Inputs", "Softmax", "inputs_of", "measured", "predicted"]
 
 COLLAPSED = 0.25
 """Share of the entropy of uniform attention below which the softmax hardly looks beyond one token."""
@@ -21,6 +30,9 @@ PROBE_TOKENS = 64
 
 # Over 12 heads of 64 tokens the means of two sequences and of eight differ by about a hundredth.
 _SEQUENCES = 2
+
+
+Source = Literal["predicted", "sample", "data"]
 
 
 @dataclass(frozen=True)
@@ -34,18 +46,108 @@ class Softmax:
             says it takes ("sample"), or data of the user ("data").
         saturated: Share of rows whose largest probability is at least 0.99; None where it is predicted.
         lowest: Smallest share among the heads; None where it is predicted.
+        reason: Why it is predicted although there is an input.
     """
 
     entropy: float
     share: float
-    source: Literal["predicted", "sample", "data"]
+    source: Source
     saturated: float | None = None
     lowest: float | None = None
+    reason: str | None = None
 
     @property
     def collapsed(self) -> bool:
         """Whether the softmax is saturated."""
         return self.share < COLLAPSED
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """What a model is shown.
+
+    Args:
+        source: Where it comes from.
+        parts: Modules of the model that are run, with what each is called with, one after the other.
+    """
+
+    source: Source
+    parts: tuple[tuple[nn.Module, tuple[Sample, ...]], ...]
+
+
+def inputs_of(model: nn.Module, data: Sample | None = None) -> Inputs:
+    """Return what to show a model: the data, else what the model, or parts of it, say of their inputs.
+
+    Args:
+        model: The model.
+        data: A batch of the user.
+    """
+    if data is not None:
+        return Inputs("data", ((model, (data,)),))
+    parts = ((part, samples) for _, part, samples in sampled_parts(model))
+    return Inputs("sample", tuple((p, tuple(s)) for p, s in parts if not isinstance(s, Exception)))
+
+
+def measured(sites: Sequence[AttentionSite], inputs: Inputs) -> dict[str, Softmax | str]:
+    """Run a model in evaluation mode and return how its layers attend, or why that can not be seen, by name.
+
+    Layers that no part of the inputs reaches are not among them.
+
+    Args:
+        sites: The layers.
+        inputs: What to show.
+    """
+    found: dict[str, Softmax | str] = {}
+
+    def note(observed: ObservedAttention) -> None:
+        found[observed.site.name] = _summary(observed, inputs.source)
+
+    for part, samples in inputs.parts:
+        inside = set(part.modules())
+        for sample in samples:
+            left = [s for s in sites if s.module in inside and not isinstance(found.get(s.name), Softmax)]
+            if not left:
+                break
+            with _evaluating(part):
+                problems = observe_forward(part, left, sample, note)
+            for name, problem in problems.items():
+                if not isinstance(found.get(name), Softmax):
+                    found[name] = f"not measured: {_text(problem)}"
+    return found
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Switch dropout off for a while, without `model.eval()`, which a user's module may have overridden."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _summary(observed: ObservedAttention, source: Source) -> Softmax | str:
+    numbers = [entropy_numbers(sample) for sample in observed.samples]
+    if not numbers:
+        return "not measured: the input holds no token for it"
+    heads = {name: torch.stack([sample[name] for sample in numbers]).nanmean(dim=0) for name in numbers[0]}
+    if not bool(heads["entropy_share"].isfinite().any()):
+        return "not measured: no query sees more than one key, or what it sees is not finite"
+    entropy, share, saturated = (_mean(heads[name]) for name in ("entropy", "entropy_share", "saturated"))
+    return Softmax(entropy, share, source, saturated, float(heads["entropy_share"].nan_to_num(math.inf).min()))
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.nanmean())
+
+
+def _text(error: Exception) -> str:
+    """Return the first line of what went wrong, with its kind where it is not one of ours."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    return text if isinstance(error, LitCondError) else f"{type(error).__name__}: {text}"
 
 
 def predicted(site: AttentionSite) -> Softmax | str:

@@ -102,15 +102,15 @@ def _fail(text: str) -> NoReturn:
 
 
 def _inspect(options: argparse.Namespace) -> bool:
-    samples = None if options.data is None else read_data(options.data)
+    data = None if options.data is None else read_data(options.data)
     named = build_named(options.name, options.device, values=not options.no_trace)
     # Without values there is nothing to run.
     model = named.model.to("meta") if options.no_trace else named.model
-    if samples is not None:
-        samples = fit_to_model(samples, model, options.data)
+    if data is not None:
+        data = fit_to_model(data, model, options.data)
     survey = survey_attention(model, trace=not options.no_trace)
     tokens = _tokens(model, survey)
-    numbers = None if options.no_numbers else measure_numbers(model, survey)
+    numbers = None if options.no_numbers else measure_numbers(model, survey, data)
     if options.json:
         content = survey_as_dict(survey, tokens)
         if numbers is not None:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from lit_cond.errors import LitCondError, LostTargetError
 from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
 from lit_cond.functional.corrections import identity_correction
-from lit_cond.inspect_entropy import Softmax, predicted
+from lit_cond.inspect_entropy import Softmax, inputs_of, measured, predicted
 from lit_cond.surgery.apply import compute_correction, condition_, existing, uncondition_
 from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.rules import WeightRule
+from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import AttentionSite, Role, WeightView
 from lit_cond.surgery.survey import Survey
 from lit_cond.surgery.weights import conditioned_weights, gathered
@@ -104,7 +105,7 @@ class Numbers:
 
 
 @torch.no_grad()
-def measure_numbers(model: nn.Module, survey: Survey) -> Numbers:
+def measure_numbers(model: nn.Module, survey: Survey, data: Sample | None = None) -> Numbers:
     """Measure the attention layers of a model and what each of `CORRECTIONS` would make of them.
 
     Where weights carry a correction, a further one is not asked for: their condition numbers are those of the effective
@@ -113,6 +114,8 @@ def measure_numbers(model: nn.Module, survey: Survey) -> Numbers:
     Args:
         model: The model; it is given back as it was.
         survey: Its attention layers.
+        data: A batch for the attention entropy; None takes what the model says of its inputs. Layers that can not be
+            watched while they run are predicted.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         return Numbers(reason=_WITHOUT_VALUES)
@@ -125,18 +128,29 @@ def measure_numbers(model: nn.Module, survey: Survey) -> Numbers:
         if numbers and all(n.reason is None for n in numbers)
     ]
     softmax: dict[int, dict[str, Softmax | str]] = defaultdict(dict)
-    notes = []
+    notes: list[str] = []
+    inputs = inputs_of(model, data)
     for label, rule in [(AS_IT_IS, None), *labels.items()] if healthy else []:
         try:
             with _corrected(model, rule, healthy):
+                seen = measured(healthy, inputs)
                 for site in healthy:
-                    softmax[id(site)][label] = predicted(site)
+                    found = seen.get(site.name)
+                    softmax[id(site)][label] = found if isinstance(found, Softmax) else _instead(site, found)
         except LitCondError as error:
             notes.append(f"attention with the correction {label} is not known: {error}")
     layers = zip(survey.sites, matrices, strict=True)
     return Numbers(
         tuple(LayerNumbers(numbers, softmax[id(site)]) for site, numbers in layers), None, carried, tuple(notes)
     )
+
+
+def _instead(site: AttentionSite, why: str | None) -> Softmax | str:
+    """Return a prediction for a layer that could not be watched; why there is none, if there is none."""
+    prediction = predicted(site)
+    if why is None:
+        return prediction
+    return replace(prediction, reason=why) if isinstance(prediction, Softmax) else f"{why}; {prediction}"
 
 
 def _carried(model: nn.Module) -> tuple[str, ...]:

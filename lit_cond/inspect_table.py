@@ -143,8 +143,8 @@ def _reasons(survey: Survey, numbers: Numbers) -> list[str]:
     reasons = []
     for site, layer in zip(survey.sites, numbers.layers, strict=True):
         reasons += [(f"{n.role}: {n.reason}", site.name) for n in layer.matrices if n.reason is not None]
-        texts = dict.fromkeys(s for s in layer.softmax.values() if isinstance(s, str))
-        reasons += [(f"attention {text}", site.name) for text in texts]
+        texts = [s if isinstance(s, str) else s.reason for s in layer.softmax.values()]
+        reasons += [(f"attention {text}", site.name) for text in dict.fromkeys(texts) if text is not None]
     return [
         f"{joined_name([reasons[i][1] for i in group]) or 'the model itself'}: {reasons[group[0]][0]}"
         for group in fold(reasons)
@@ -218,7 +218,7 @@ def _softmax_as_dict(softmax: Mapping[str, Softmax | str]) -> dict[str, Any]:
     return {
         label: {"reason": value}
         if isinstance(value, str)
-        else {**{key: _plain(v) for key, v in asdict(value).items()}, "collapsed": value.collapsed, "reason": None}
+        else {**{key: _plain(v) for key, v in asdict(value).items()}, "collapsed": value.collapsed}
         for label, value in softmax.items()
     }
 

@@ -233,8 +233,7 @@ def test_layers_without_a_prediction_say_why():
     lines = format_numbers(survey, measure_numbers(module, survey))
     assert "  attn: attention not predicted without exactly one query and one key matrix" in lines
     decoder = nn.TransformerDecoderLayer(16, 2, 16, batch_first=True)
-    decoder.example_input_array = (torch.randn(2, 5, 16), torch.randn(2, 7, 16))
-    survey = survey_attention(decoder)
+    survey = survey_attention(decoder, (torch.randn(2, 5, 16), torch.randn(2, 7, 16)))
     cross = [site.kind == "cross" for site in survey.sites]
     assert sum(cross) == 1
     layers = measure_numbers(decoder, survey).layers
@@ -421,3 +420,120 @@ def test_data_shows_what_a_silent_model_computes(run, mine, tmp_path):  # noqa: 
     outcome = run(f"{mine}:build", "--data", "batch.npy")
     assert outcome.code == 0, outcome.err
     assert next(line.split()[-1] for line in outcome.out.splitlines() if " .q_proj.weight " in line) == "traced"
+
+
+def softmax_of(model, x):
+    """The share of uniform attention, by layer and head, of a tiny model: float64, from its own weights and tokens."""
+    shares = []
+    hooks = [
+        block.attn.register_forward_pre_hook(lambda module, args, site=site: shares.append(share_of(args[0], site)))
+        for block, site in zip(model.blocks, find_attention(model), strict=True)
+    ]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    model.train(was_training)
+    for hook in hooks:
+        hook.remove()
+    return shares
+
+
+def share_of(x, site):
+    operands = []
+    for role in ("query", "key"):
+        view = site.matrix_view(role)
+        biases = [b for name, b in view.module.named_parameters(recurse=False) if name.endswith("bias")]
+        rows = view.layout.rows.indices()
+        tokens = x.double() @ effective_matrix(view).double().T + biases[0].double()[rows]
+        operands.append(tokens.unflatten(-1, (HEADS, -1)).transpose(1, 2))
+    query, key = operands
+    p = (query @ key.mT / query.shape[-1] ** 0.5).softmax(-1)
+    return -(p * p.log()).sum(-1).mean(dim=(0, 2)) / math.log(x.shape[1])
+
+
+@pytest.mark.parametrize("attention", ["fused", "functional", "separate", "torch"])
+def test_measured_attention_against_the_weights_and_tokens(attention):
+    model = model_of(attention)
+    model.example_input_array = torch.randn(4, TOKENS, INPUTS, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if name.endswith("bias"):
+                value.normal_()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    _, numbers = numbers_of(model)
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    for label in (AS_IT_IS, *LABELS):
+        if label != AS_IT_IS:
+            condition_(model, RULES[label])
+        expected = softmax_of(model, model.example_input_array)
+        for layer, heads in zip(numbers.layers, expected, strict=True):
+            softmax = layer.softmax[label]
+            assert softmax.source == "sample"
+            assert softmax.share == pytest.approx(float(heads.mean()), rel=1e-3, abs=1e-6)
+            assert softmax.lowest == pytest.approx(float(heads.min()), rel=1e-3, abs=1e-6)
+            assert softmax.entropy == pytest.approx(softmax.share * math.log(TOKENS), rel=1e-6)
+            assert 0 <= softmax.saturated <= 1
+        uncondition_(model)
+
+
+def test_cross_attention_is_measured_where_an_input_is_known():
+    torch.manual_seed(0)
+    decoder = nn.TransformerDecoderLayer(16, 2, 16, batch_first=True)
+    decoder.example_input_array = (torch.randn(2, 5, 16), torch.randn(2, 7, 16))
+    survey, numbers = numbers_of(decoder)
+    for site, layer in zip(survey.sites, numbers.layers, strict=True):
+        tokens = 7 if site.kind == "cross" else 5
+        assert layer.softmax[AS_IT_IS].source == "sample"
+        assert layer.softmax[AS_IT_IS].entropy <= math.log(tokens)
+        assert layer.softmax[AS_IT_IS].share == pytest.approx(layer.softmax[AS_IT_IS].entropy / math.log(tokens))
+
+
+def test_the_data_of_the_user_come_before_the_sample(run, mine, tmp_path):  # noqa: F811
+    torch.save(torch.zeros(2, TOKENS, INPUTS), tmp_path / "equal.pt")
+    for target in (f"{mine}:talkative", f"{mine}:build"):
+        outcome = run(target, "--data", "equal.pt", "--json")
+        assert outcome.code == 0, outcome.err
+        for layer in strict(outcome.out)["layers"]:
+            for softmax in layer["attention"].values():
+                # Equal tokens are looked at alike, whatever the weights are.
+                assert softmax["source"] == "data"
+                assert softmax["share"] == pytest.approx(1)
+                assert softmax["saturated"] == 0
+    assert "measured on --data" in run(f"{mine}:build", "--data", "equal.pt").out
+    assert "measured on the model's own sample input" in run(f"{mine}:talkative").out
+
+
+def test_data_that_the_model_can_not_take_are_an_error(run, mine, tmp_path):  # noqa: F811
+    torch.save(torch.zeros(2, 3), tmp_path / "shape.pt")
+    assert "TinyTransformer can not run on 'shape.pt'" in error_of(run(f"{mine}:talkative", "--data", "shape.pt"))
+
+
+def test_data_by_name_and_in_double_precision(run, mine, tmp_path):  # noqa: F811
+    torch.save({"x": torch.randn(2, TOKENS, INPUTS, dtype=torch.float64)}, tmp_path / "named.pt")
+    content = strict(run(f"{mine}:build", "--data", "named.pt", "--json").out)
+    assert {s["source"] for layer in content["layers"] for s in layer["attention"].values()} == {"data"}
+
+
+def test_layers_that_the_input_does_not_reach_are_predicted_and_said_to_be():
+    model = model_of("separate", depth=2)
+    model.example_input_array = torch.randn(2, TOKENS, INPUTS)
+    wrapper = nn.ModuleDict({"seen": model, "unseen": model_of("separate", depth=1)})
+    survey, numbers = numbers_of(wrapper)
+    sources = [layer.softmax[AS_IT_IS].source for layer in numbers.layers]
+    assert sources == ["sample", "sample", "predicted"]
+    text = "\n".join(format_numbers(survey, numbers))
+    assert "sample: measured on the model's own sample input; predicted: predicted for" in text
+    assert [row[-1] for row in rows_of(text, "attention entropy")] == ["sample", "predicted"]
+
+
+def test_a_layer_that_can_not_be_watched_is_predicted_with_the_reason():
+    model = model_of("separate", depth=2)
+    model.example_input_array = torch.randn(2, TOKENS, INPUTS)
+    survey = survey_attention(model)
+    model.blocks[1].attn.forward = lambda x: x  # the softmax is gone
+    numbers = measure_numbers(model, survey)
+    assert [layer.softmax[AS_IT_IS].source for layer in numbers.layers] == ["sample", "predicted"]
+    text = "\n".join(format_numbers(survey, numbers))
+    assert "  blocks.1.attn: attention not measured: " in text
