@@ -1,4 +1,4 @@
-"""``python -m lit_cond``: the general help needs no heavy import, all but `inspect` is `lit_cond.cli`."""
+"""``python -m lit_cond``: the general help needs no heavy import, all but `inspect` and `report` is `lit_cond.cli`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ COMMANDS = {
     "test": "evaluate a checkpoint on the test set",
     "predict": "run a checkpoint on the data to predict",
     "inspect": "show the attention of a model by name or path, before anything is trained",
+    "report": "write a page of pictures and tables about training runs, from their logs",
 }
 """The commands and what each does."""
 
 _USAGE = """\
 usage: python -m lit_cond COMMAND --config FILE [--KEY VALUE ...]
        python -m lit_cond inspect NAME_OR_PATH
+       python -m lit_cond report RUN_DIR [RUN_DIR ...]
 
 Train transformers with conditioned attention, and watch their condition numbers.
 
@@ -65,6 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from lit_cond import inspect_model
 
         inspect_model.main(words[1:])
+        return
+    if words[0] == "report":
+        from lit_cond.report import command
+
+        command.main(words[1:])
         return
     try:
         with optional_imports("the command line"):

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lit_cond.plots.names import describe, short_names
-from lit_cond.plots.style import GREY, log_limits, say_nothing_to_show, set_log_axis, styled
+from lit_cond.plots.style import FULL_WIDTH, GREY, log_limits, say_nothing_to_show, set_log_axis, styled
 
 __all__ = ["HeatMap", "heat_map"]
 
@@ -84,7 +84,7 @@ def heat_map(
         limits = (min(finite), max(finite)) if finite else None
         norm = Normalize(*limits) if limits else None
     heights = [max(1.3, min(0.22 * len(table), 9.0)) for table in tables.values()]
-    figure = Figure(figsize=(9.0, sum(heights) + 0.75 * len(heights) + 0.4), layout="constrained")
+    figure = Figure(figsize=(FULL_WIDTH, sum(heights) + 0.75 * len(heights) + 0.4), layout="constrained")
     all_axes = figure.subplots(len(tables), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})
     crossed = False
     for axes, (name, table) in zip(all_axes[:, 0], tables.items(), strict=True):

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_cond.plots.style import colour, log_limits, say_nothing_to_show, set_log_axis, styled
+from lit_cond.plots.style import FULL_WIDTH, colour, log_limits, say_nothing_to_show, set_log_axis, styled
 
 __all__ = ["Line", "Panel", "curves"]
 
@@ -55,16 +55,17 @@ def curves(panels: Sequence[Panel], title: str = "", columns: int = 3) -> Any:
     Args:
         panels: What to draw.
         title: Title of the figure.
-        columns: How many panels stand in a row.
+        columns: How many panels stand in a row at most; four stand two by two.
 
     Returns:
         A matplotlib figure.
     """
     from matplotlib.figure import Figure
 
-    columns = max(1, min(columns, len(panels)))
+    columns = 2 if len(panels) == 4 and columns == 3 else max(1, min(columns, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
-    figure = Figure(figsize=(max(4.6, 3.25 * columns), 2.35 * rows + (0.7 if title else 0.4)), layout="constrained")
+    width = FULL_WIDTH if columns > 1 else 5.4
+    figure = Figure(figsize=(width, 2.35 * rows + (0.7 if title else 0.4)), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     every = list(grid.flat)
     for axes, panel in zip(every, panels, strict=False):

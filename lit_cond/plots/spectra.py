@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_cond.plots.names import format_number, short_names
-from lit_cond.plots.style import log_limits, say_nothing_to_show, set_log_axis, styled
+from lit_cond.plots.style import FULL_WIDTH, log_limits, say_nothing_to_show, set_log_axis, styled
 
 __all__ = ["Histogram", "histograms", "spectra"]
 
@@ -101,7 +101,7 @@ def histograms(panels: Mapping[str, Mapping[int, Histogram]], title: str, label:
 
     columns = min(3, max(1, len(panels)))
     rows = max(1, math.ceil(len(panels) / columns))
-    figure = Figure(figsize=(max(5.2, 3.6 * columns), 2.5 * rows + 0.4), layout="constrained")
+    figure = Figure(figsize=(FULL_WIDTH if columns > 1 else 5.4, 2.5 * rows + 0.4), layout="constrained")
     grid = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     edges = _common_edges([histogram for by_step in panels.values() for histogram in by_step.values()])
     for axes, (name, by_step) in zip(grid, panels.items(), strict=False):

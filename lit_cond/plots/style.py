@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["GREY", "colour", "log_limits", "say_nothing_to_show", "set_log_axis", "styled"]
+__all__ = ["FULL_WIDTH", "GREY", "colour", "log_limits", "say_nothing_to_show", "set_log_axis", "styled"]
 
 # Okabe and Ito (2008), told apart with every common colour vision; yellow is left out, it is too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#555555"
+FULL_WIDTH = 9.6
+"""Width of a large figure in inches; narrower ones have text of the same size."""
 
 _STYLE = {
     "axes.axisbelow": True,
