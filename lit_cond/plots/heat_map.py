@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from lit_cond.plots.names import describe, short_names
-from lit_cond.plots.style import FULL_WIDTH, GREY, log_limits, say_nothing_to_show, set_log_axis, styled
+from lit_cond.plots.style import FULL_WIDTH, GREY, log_limits, say_nothing_to_show, set_log_axis, set_step_axis, styled
 
 __all__ = ["HeatMap", "heat_map"]
 
@@ -136,6 +136,7 @@ def _draw(axes: Any, table: Table, norm: Any, log: bool, rows: str) -> bool:
             axes.plot(*zip(*crosses, strict=True), linestyle="", marker="x", markersize=4, color=GREY)
     axes.set_xlim(edges[0], edges[-1])
     axes.set_ylim(len(table), 0)
+    set_step_axis(axes.xaxis)
     names, pattern = short_names(list(table))
     stride = max(1, math.ceil(len(names) * 0.16 / 9.0))  # 0.16 inches hold one line of text
     axes.set_yticks([i + 0.5 for i in range(0, len(names), stride)], [_cut(name) for name in names[::stride]])

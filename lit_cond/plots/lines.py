@@ -7,7 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lit_cond.plots.style import FULL_WIDTH, colour, log_limits, say_nothing_to_show, set_log_axis, styled
+from lit_cond.plots.style import (
+    FULL_WIDTH,
+    colour,
+    log_limits,
+    say_nothing_to_show,
+    set_log_axis,
+    set_step_axis,
+    styled,
+)
 
 __all__ = ["Line", "Panel", "curves"]
 
@@ -72,9 +80,8 @@ def curves(panels: Sequence[Panel], title: str = "", columns: int = 3) -> Any:
         _draw(axes, panel, _limits(panel, panels))
     for axes in every[len(panels) :]:
         axes.set_visible(False)
-    for position, axes in enumerate(every[: len(panels)]):
-        if position + columns >= len(panels):
-            axes.set_xlabel("optimizer step")
+    for axes in every[columns * (rows - 1) : len(panels)]:
+        axes.set_xlabel("optimizer step")
     if title:
         figure.suptitle(title, x=0.01, ha="left")
     entries: dict[str, Any] = {}
@@ -93,7 +100,10 @@ def _limits(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float] | None
     values = [value for other in together for line in other.lines for value in line.points.values()]
     if panel.log:
         found = log_limits(values)
-        return (found[0] / 1.12, found[1] * 1.12) if found else None
+        if found is None:
+            return None
+        room = float((found[1] / found[0]) ** 0.05)
+        return max(found[0] / room, 1e-307), min(found[1] * room, 1e307)
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -110,6 +120,7 @@ def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None) -> None:
     if panel.log:
         axes.set_yscale("log")
     axes.set_ylim(*limits)
+    set_step_axis(axes.xaxis)
     if panel.log:
         set_log_axis(axes.yaxis, limits)
     low = 0.0 if panel.log else -math.inf

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any, TypeVar
 
-__all__ = ["FULL_WIDTH", "GREY", "colour", "log_limits", "say_nothing_to_show", "set_log_axis", "styled"]
+__all__ = [
+    "FULL_WIDTH",
+    "GREY",
+    "colour",
+    "log_limits",
+    "say_nothing_to_show",
+    "set_log_axis",
+    "set_step_axis",
+    "styled",
+]
 
 # Okabe and Ito (2008), told apart with every common colour vision; yellow is left out, it is too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -104,6 +113,14 @@ def set_log_axis(axis: Any, limits: tuple[float, float]) -> None:
     axis.set_major_locator(LogLocator(subs=subdivisions, numticks=9))
     axis.set_major_formatter(FuncFormatter(lambda value, _: _tick(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def set_step_axis(axis: Any) -> None:
+    """Give an axis of optimizer steps whole numbers with their thousands separated."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 2.5, 5, 10]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
 
 
 def say_nothing_to_show(axes: Any) -> None:

@@ -30,7 +30,8 @@ figure img { display: block; max-width: 100%; height: auto; background: #fff; bo
 th, td { padding: .28rem .9rem .28rem 0; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 th { font-weight: 600; } tbody th { font-weight: 400; } .numbers td, .numbers thead th + th { text-align: right;
   font-variant-numeric: tabular-nums; padding: .28rem .45rem .28rem 1.1rem; white-space: nowrap; }
-td { overflow-wrap: anywhere; } nav { margin-top: 1rem; } .row { display: flex; flex-wrap: wrap; gap: 0 1.5rem; }
+td { overflow-wrap: break-word; max-width: 32rem; } thead th { white-space: nowrap; }
+nav { margin-top: 1rem; } .row { display: flex; flex-wrap: wrap; gap: 0 1.5rem; }
 .chip { display: inline-block; width: .75em; height: .75em; border-radius: 2px; margin-right: .45em; }
 details { margin: .5rem 0; } summary { cursor: pointer; } pre { overflow-x: auto; background: var(--card);
   padding: .75rem; border-radius: 6px; font-size: .82rem; line-height: 1.4; }

@@ -18,11 +18,11 @@ _METRIC = re.compile(r"(train|val|valid|validation)[/_](?!.*_step$)(.+)")
 _NO_METRICS = ("epoch", "hp_metric", "step")
 _MAX_PANELS = 24
 _RANKS = {
-    "stable_rank": ("stable rank", "min"),
-    "effective_rank": ("effective rank", "min"),
-    "numerical_rank": ("numerical rank", "min"),
-    "sigma_max": ("largest singular value", "max"),
-    "sigma_min": ("smallest singular value", "min"),
+    "stable_rank": "Stable rank (squared Frobenius norm over squared largest singular value)",
+    "effective_rank": "Effective rank (exponential of the entropy of the singular values)",
+    "numerical_rank": "Numerical rank",
+    "sigma_max": "Largest singular value",
+    "sigma_min": "Smallest singular value",
 }
 
 
@@ -48,6 +48,8 @@ def draw_overview(runs: Sequence[Run]) -> Picture | None:
     quantities = known_quantities(list(runs), "cond")
     panels = [Panel(describe(quantity), _condition_lines(runs, quantity, "mean"), log=True) for quantity in quantities]
     caption = "Mean over the layers (over the samples for tokens). Lower is better, 1 is the least." + _dashed(panels)
+    if any(run.over_layers("cond", quantity, "nonfinite") for run in runs for quantity in quantities):
+        caption += " Triangles at the upper edge: some layer is not finite there; such layers do not count in the mean."
     return _curves("overview", panels, "Mean condition numbers", caption, 3)
 
 
@@ -60,7 +62,7 @@ def draw_metrics(runs: Sequence[Run]) -> Picture | None:
             if found is None or len(points) < 2:
                 continue
             training = found[1] == "train"
-            label = f"{run.name}, training" if training else f"{run.name}, validation"
+            label = f"{run.name}, training" if training else run.name
             panels.setdefault(found[2], []).append(Line(label, points, index, dashed=training))
     for index, run in enumerate(runs):
         for key, points in run.scalars.items():
@@ -106,15 +108,19 @@ def draw_attention(runs: Sequence[Run]) -> list[Picture]:
     return [picture for picture in found if picture is not None]
 
 
-def draw_ranks(runs: Sequence[Run]) -> Picture | None:
-    """Draw ranks and extreme singular values."""
-    panels = []
-    for statistic, (title, over) in _RANKS.items():
-        for quantity in known_quantities(list(runs), statistic):
-            lines = _lines(runs, statistic, quantity, over)
-            panels.append(Panel(f"{title},\n{describe(quantity)}", lines, log=statistic.startswith("sigma")))
-    caption = "Lowest layer of each; for the largest singular value the highest."
-    return _curves("ranks", panels[:_MAX_PANELS], "Ranks and singular values", caption, 3)
+def draw_ranks(runs: Sequence[Run]) -> list[Picture]:
+    """Draw ranks and extreme singular values, one picture each."""
+    found = []
+    for statistic, title in _RANKS.items():
+        over = "max" if statistic == "sigma_max" else "min"
+        log = statistic.startswith("sigma")
+        panels = [
+            Panel(describe(quantity), _lines(runs, statistic, quantity, over), log=log)
+            for quantity in known_quantities(list(runs), statistic)
+        ]
+        caption = f"Of all layers the {'highest' if over == 'max' else 'lowest'}."
+        found.append(_curves(statistic, panels, title, caption, 3))
+    return [picture for picture in found if picture is not None]
 
 
 def _condition_curves(runs: Sequence[Run], quantity: str) -> Picture | None:

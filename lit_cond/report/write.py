@@ -154,7 +154,8 @@ def _others(runs: Sequence[Run], images: _Images) -> list[Section]:
         )
     elif len(runs) > 1:
         without = ", ".join(run.name for run in runs if not run.settings)
-        parts.append(paragraph(f"Not compared: {without} has no config.yaml or hparams.yaml beside its log.", "soft"))
+        text = f"Not compared, since there is no config.yaml or hparams.yaml beside the log of {without}."
+        parts.append(paragraph(text, "soft"))
     for run in runs:
         if run.settings:
             lines = [f"{key}: {_cut(str(value))}" for key, value in flatten(run.settings)]
@@ -166,7 +167,7 @@ def _others(runs: Sequence[Run], images: _Images) -> list[Section]:
     ]
     return [
         Section("attention", "Entropy and saturation of attention", images.html(draw_attention(runs))),
-        Section("ranks", "Ranks and singular values", images.html([draw_ranks(runs)])),
+        Section("ranks", "Ranks and singular values", images.html(draw_ranks(runs))),
         Section("pictures", "Logged pictures", _row(images.html(_logged(runs)))),
         Section("settings", "Settings", parts),
         Section("texts", "Logged texts", texts),

@@ -73,7 +73,16 @@ def two_runs(tmp_path_factory):
 def test_the_page_holds_all_pictures_and_needs_nothing_else(two_runs):
     page = read(two_runs / "out")
     names = {path.stem for path in (two_runs / "out").glob("*.png")}
-    expected = {"overview", "metrics", "attention", "ranks", "heatmap_entropy_share_scores", "spectrum_query"}
+    expected = {
+        "overview",
+        "metrics",
+        "attention",
+        "stable_rank",
+        "sigma_max",
+        "sigma_min",
+        "heatmap_entropy_share_scores",
+        "spectrum_query",
+    }
     expected |= {f"condition_{q}" for q in ("query", "tokens", "scores", "jacobian")}
     expected |= {f"heatmap_cond_{q}" for q in ("query", "tokens", "scores", "jacobian")}
     assert names == expected | {"spectra_query_0", "spectra_query_1"}
@@ -173,7 +182,7 @@ def test_a_table_of_metrics_makes_the_same_pictures_without_spectra(tmp_path):
     write_csv(tmp_path)
     main(["report", str(tmp_path)])
     names = {path.stem for path in (tmp_path / "report").glob("*.png")}
-    assert {"overview", "condition_query", "heatmap_cond_query", "attention", "ranks"} <= names
+    assert {"overview", "condition_query", "heatmap_cond_query", "attention", "stable_rank"} <= names
     assert not {"spectrum_query"} & names
 
 
