@@ -1,59 +1,102 @@
-"""The callback that measures condition numbers while training."""
+"""The callback that measures the conditioning of attention while training."""
 
-import math
 import re
+import time
 import warnings
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
-from lit_cond.callbacks.charts import HeatMap, log_figure, log_histogram
+from lit_cond.callbacks.coverage import Coverage, raise_first, stop_training
+from lit_cond.callbacks.monitor_charts import OVER_LAYERS, MonitorCharts
+from lit_cond.callbacks.reduction import mean_over_processes
+from lit_cond.callbacks.stop_rule import StopRule
 from lit_cond.errors import ConfigurationError, LitCondWarning, NoMatchingTargetError
+from lit_cond.measuring.collection import over_layers
+from lit_cond.measuring.probes import Probes
+from lit_cond.measuring.quantities import STATISTICS
+from lit_cond.measuring.step import QUANTITIES, MeasuredStep, MeasuringSettings, Quantity
 from lit_cond.surgery.find import find_attention
-from lit_cond.surgery.report import measure_weights, spectra
-from lit_cond.surgery.rules import TokenRule
-from lit_cond.surgery.sites import AttentionSite, clean_name
+from lit_cond.surgery.sites import ROLES, AttentionSite, clean_name
 from lit_cond.surgery.token_sites import TokenSite, find_token_sites
-from lit_cond.surgery.tokens import TokenForward, token_forwards
+from lit_cond.surgery.tokens import token_forwards
 
 __all__ = ["ConditionNumberMonitor"]
 
-Quantity = Literal["query", "key", "value", "tokens"]
+# How many times the interval `every_n_steps` a quantity waits: a Jacobian costs more than a weight.
+_PATIENCE = {"scores": 10, "attention": 10, "jacobian": 10, "jacobian_bound": 10, "spectrum": 10}
 
 
 class ConditionNumberMonitor(Callback):
-    """Logs the condition numbers (largest over smallest singular value, dimensionless, >= 1) of attention.
+    """Measures the conditioning of attention and logs it; changes nothing in the training.
 
-    | key | what |
+    A condition number is the largest over the smallest singular value, dimensionless, >= 1; of a singular matrix it is
+    `inf`. Matrices of float32 (or narrower) numbers count as singular above 8.4e6, where rounding decides.
+
+    | quantity | what is measured | each | cost of a measurement, ViT-B on two CPU cores |
+    | --- | --- | --- | --- |
+    | `query`, `key`, `value` | the weight as the forward pass reads it (out x in) | layer | COST_WEIGHTS |
+    | `tokens` | the tokens of a sample as the first block reads them (tokens x channels) | block | COST_TOKENS |
+    | `entropy` | how concentrated the softmax is | layer | COST_ENTROPY |
+    | `scores` | the softmax matrix (queries x keys) | head | COST_SCORES |
+    | `attention` | what a head returns, P V (queries x channels) | head | COST_ATTENTION |
+    | `jacobian` | derivative of a head's output by W_Q, W_K, W_V, exact up to `jacobian_rows` rows | head | COST_JAC |
+    | `jacobian_bound` | right-hand side of Theorem 3.4 for that | head | COST_BOUND |
+
+    A larger Jacobian is measured at some of the tokens: by interlacing its condition number is a lower bound. The bound
+    takes the derivative of the softmax over its range, since as it stands it is singular and the bound infinite (see
+    `lit_cond.functional.jacobian_bound`).
+
+    | key | what, unit |
     | --- | --- |
-    | `cond/query/<layer>`, `cond/key/<layer>`, `cond/value/<layer>` | the weight as the forward pass reads it |
-    | `cond/tokens/<block>` | the tokens of a sample as the block reads them, mean over samples |
-    | `cond_raw/<quantity>/<layer>` | the same without the correction, where there is one |
-    | `cond/<quantity>/mean`, `cond/<quantity>/max` | over the layers that have a finite number |
-    | `cond/<quantity>/nonfinite` | how many layers (samples) have none: singular, NaN or Inf; logged when there is
-    one |
+    | `cond/<quantity>/<layer>` | condition number; mean over samples and heads that have a finite one |
+    | `cond_raw/<quantity>/<layer>` | the same without the correction, of corrected weights and tokens |
+    | `entropy/scores/<layer>` | mean entropy of the rows of the softmax, nats |
+    | `entropy_share/scores/<layer>` | the same over the log of how many keys may be seen: uniform attention has 1 |
+    | `saturated/scores/<layer>` | share of rows whose largest probability is at least 0.99 |
+    | `bound/<factor>/<layer>` | its factors: kappa of tokens, query, key, value, scores, softmax_derivative |
+    | `sigma_max/...`, `sigma_min/...` | largest and smallest singular value, in units of the matrix |
+    | `stable_rank/...`, `effective_rank/...`, `numerical_rank/...` | ranks, graded or counted |
+    | `<statistic>/<quantity>/mean`, `/max` or `/min` | over layers |
+    | `cond/<quantity>/nonfinite` | how many layers have no finite number; logged when there is one |
+    | `skipped/<quantity>` | how many samples had no token (padding only); logged when there is one |
 
-    The x axis is the optimizer step: values at step 0 are those before the first update. Measuring changes nothing in
-    the training. A mean and a maximum can be monitored by `ModelCheckpoint` and are there before the first validation.
-    TensorBoard also gets a histogram of the singular values of each quantity relative to the largest (log10) and one
-    heat map for each quantity, layers against steps, of log10 of the condition number.
+    The x axis is the optimizer step: values at step 0 are those before the first update. What is said over layers can
+    be monitored by `ModelCheckpoint` and is there before the first validation; numbers of single layers go to loggers
+    only. Padding does not count. Condition numbers of weights are right to 1 %; at the interval of `spectrum` all
+    singular values are computed, for TensorBoard's histograms (log10 of singular values relative to the largest),
+    figures of spectra, and ranks that need them. TensorBoard also gets heat maps (layers against steps), a layout of
+    charts (tab "Custom Scalars") and a table of what is measured and what not, and why.
 
-    Cost of one measurement on two cores: about 60 ms for a 768 x 768 weight, twice that with the uncorrected one;
-    4 s for a conditioned ViT-B. Raise `every_n_steps` or set `raw=False` where that is too much.
+    Queries, keys and values are seen where attention is computed, whatever kernel computes it; the softmax is computed
+    anew in the measured step. Compiled modules are run a second time in measured steps, eagerly and without gradients.
+    A LightningModule that is compiled as a whole shows its weights only.
 
     Args:
         every_n_steps: Interval in optimizer steps.
-        quantities: Which of query, key, value and tokens to measure; all when omitted.
+        quantities: Which quantities; all that the model allows when omitted. A named one that a layer does not allow is
+            an error.
+        intervals: Intervals of single quantities, or of `spectrum`, in optimizer steps; `every_n_steps` for weights,
+            tokens and entropy and ten times that for the others when omitted.
+        statistics: Which of `sigma_max`, `sigma_min`, `stable_rank`, `effective_rank`, `numerical_rank` to log beside
+            condition numbers.
         raw: Whether to measure also what the weights and tokens are without their corrections.
         include: Which attention layers: a regular expression matched in full, or a list of names or dotted endings; all
             when omitted.
         exclude: Which attention layers to leave out.
-        histogram: Whether to log histograms of singular values.
+        histogram: Whether to log histograms and figures of singular values.
         heatmap: Whether to log heat maps (needs matplotlib).
-        max_samples: How many samples of a batch the token quantity looks at.
+        per_head: Whether to log numbers of single heads too, `<key of the layer>/head_<i>`.
+        max_samples: How many samples of a batch the tokens and the entropy look at.
+        matrix_samples: How many samples the scores, attention and Jacobians look at.
+        jacobian_rows: Up to how many outputs (tokens times channels) of a head its Jacobian is measured: time grows
+            with the cube, memory with the square, 8 bytes each.
+        stop_when: Ends the training when a logged number says so: `"cond/tokens/max > 1e6 for 100 steps"`, see
+            `StopRule`. The reason is printed and written to `condition_stop.json` in the log directory.
         prog_bar: The key that is shown in the progress bar; None for none.
 
     Raises:
@@ -61,49 +104,70 @@ class ConditionNumberMonitor(Callback):
 
     Example::
 
-        Trainer(callbacks=[ConditionNumberMonitor(every_n_steps=50)])
+        Trainer(callbacks=[ConditionNumberMonitor(every_n_steps=50, stop_when="cond/tokens/max > 1e6")])
     """
 
     def __init__(
         self,
         every_n_steps: int = 100,
         quantities: list[Quantity] | None = None,
+        intervals: dict[str, int] | None = None,
+        statistics: list[str] | None = None,
         raw: bool = True,
         include: str | list[str] | None = None,
         exclude: str | list[str] | None = None,
         histogram: bool = True,
         heatmap: bool = True,
+        per_head: bool = False,
         max_samples: int = 8,
+        matrix_samples: int = 1,
+        jacobian_rows: int = 512,
+        stop_when: str | None = None,
         prog_bar: str | None = "cond/query/mean",
     ) -> None:
-        for name, count in (("every_n_steps", every_n_steps), ("max_samples", max_samples)):
+        counts = {
+            "every_n_steps": every_n_steps,
+            "max_samples": max_samples,
+            "matrix_samples": matrix_samples,
+            "jacobian_rows": jacobian_rows,
+            **{f"intervals[{name!r}]": value for name, value in (intervals or {}).items()},
+        }
+        for name, count in counts.items():
             if count < 1:
                 raise ConfigurationError(f"`{name}` must be >= 1, got {count}")
-        known = get_args(Quantity)
-        for quantity in quantities or ():
-            if quantity not in known:
-                raise ConfigurationError(f"`quantities` may hold {', '.join(known)}, got {quantity!r}")
+        statistics = ["stable_rank"] if statistics is None else list(statistics)
+        _all_known("quantities", quantities or (), QUANTITIES)
+        _all_known("statistics", statistics, STATISTICS)
+        _all_known("intervals", intervals or (), (*QUANTITIES, "spectrum"))
         if quantities is not None and not quantities:
             raise ConfigurationError("`quantities` is empty; leave it out to measure all")
         self.every_n_steps = every_n_steps
-        self.quantities: tuple[Quantity, ...] = known if quantities is None else tuple(quantities)
-        self.tokens_required = quantities is not None
-        self.raw = raw
+        self.quantities: tuple[Quantity, ...] = QUANTITIES if quantities is None else tuple(quantities)
+        self.required = quantities is not None
+        self.intervals = {
+            name: (intervals or {}).get(name, every_n_steps * _PATIENCE.get(name, 1))
+            for name in (*self.quantities, "spectrum")
+        }
+        self.settings = MeasuringSettings(tuple(statistics), raw, per_head, max_samples, matrix_samples, jacobian_rows)
         self.include = include
         self.exclude = exclude
         self.histogram = histogram
         self.heatmap = heatmap
-        self.max_samples = max_samples
+        self.stop_rule = None if stop_when is None else StopRule.parse(stop_when)
         self.prog_bar = prog_bar
-        self._measured_at = -1
+        self._measured_at: dict[str, int] = {}
         self._last: dict[str, float] = {}
         self._resumed = False
-        self._pending: dict[str, float] | None = None
-        self._spectra: dict[str, list[Tensor]] = {}
+        # What lives while a training runs.
         self._sites: list[AttentionSite] = []
         self._token_sites: list[TokenSite] = []
-        self._handles: list[Any] = []
-        self._maps: dict[str, HeatMap] = {}
+        self._seeable: tuple[Quantity, ...] = self.quantities
+        self._current: MeasuredStep | None = None
+        self._probes: Probes | None = None
+        self._charts = MonitorCharts(histogram, heatmap)
+        self._coverage = Coverage()
+        self._step = self._count = 0
+        self._spent = self._began = 0.0
 
     @property
     @override
@@ -119,7 +183,9 @@ class ConditionNumberMonitor(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Begin anew with a new training; a resume restores the state after this."""
         if stage == "fit" and trainer.global_step == 0:
-            self._measured_at, self._last, self._resumed = -1, {}, False
+            self._measured_at, self._last, self._resumed = {}, {}, False
+            if self.stop_rule is not None:
+                self.stop_rule.reset()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -127,8 +193,11 @@ class ConditionNumberMonitor(Callback):
 
         Raises:
             NoMatchingTargetError: If there is nothing of the kind in the model.
+            ConfigurationError: If the stop rule reads what is not measured, or attention is asked for in a module that
+                is compiled as a whole.
         """
-        self._maps = {}
+        self._release()
+        self._step, self._count, self._spent = 0, 0, 0.0
         if set(self.quantities) != {"tokens"}:
             self._sites = find_attention(pl_module, self.include, self.exclude)
         if "tokens" in self.quantities:
@@ -137,48 +206,85 @@ class ConditionNumberMonitor(Callback):
             try:
                 self._token_sites = find_token_sites(pl_module, names)
             except NoMatchingTargetError as error:
-                if self.tokens_required:
+                if self.required:
                     raise
-                warnings.warn(f"tokens are not measured: {error}", LitCondWarning, stacklevel=2)
+                warnings.warn(f"tokens: not measured: {error}", LitCondWarning, stacklevel=2)
+        self._seeable = self.quantities
+        if _is_compiled(pl_module):
+            self._seeable = tuple(quantity for quantity in self.quantities if quantity in ROLES)
+            if self._seeable != self.quantities:
+                if self.required:
+                    raise ConfigurationError(_COMPILED)
+                warnings.warn(_COMPILED, LitCondWarning, stacklevel=2)
+        if self.stop_rule is not None:
+            self.stop_rule.check(self._groups())
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._began = time.perf_counter()
 
     @override
     @torch.no_grad()
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Measure the weights, and prepare to see the tokens of this batch, where the interval asks for it."""
+        """Measure the weights, and prepare to look at this forward pass, where an interval asks for it."""
         if self._resumed:
             # Callbacks that monitor a value find it before the first validation after a resume too.
             self._log_metrics(pl_module, self._last)
             self._resumed = False
         step = trainer.global_step
-        if step // self.every_n_steps == self._measured_at // self.every_n_steps:
+        due = {name for name, n in self.intervals.items() if step // n != self._measured_at.get(name, -1) // n}
+        full = "spectrum" in due
+        due.discard("spectrum")
+        due &= set(self._seeable)
+        if not due:
             return
-        self._measured_at = step
-        self._pending, self._spectra = {}, {}
-        self._measure_weights(pl_module)
-        for site in self._token_sites:
-            self._handles.append(site.module.register_forward_pre_hook(_TokenProbe(self, site), with_kwargs=True))
+        start = time.perf_counter()
+        self._measured_at.update((name, step) for name in (*due, *(("spectrum",) if full else ())))
+        self._step = step
+        self._current = MeasuredStep(self._sites, self._token_sites, frozenset(due), full, self.settings)
+        self._current.measure_weights()
+        self._probes = Probes(pl_module, self._current.probes())
+        self._probes.__enter__()
+        self._spent += time.perf_counter() - start
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log what was measured."""
-        if self._pending is None:
+        """Log what was measured.
+
+        Raises:
+            ConfigurationError: If a quantity that `quantities` asks for can not be measured in a layer.
+        """
+        if self._current is None:
             return
-        self._remove_hooks()
-        values, self._pending = self._summarise(trainer, self._pending), None
-        self._last = values
+        start = time.perf_counter()
+        self._close_probes()
+        current = self._current
+        self._current = None
+        self._tell(trainer, pl_module, current)
+        values = over_layers(mean_over_processes(trainer, current.found.values, current.expected()))
+        skipped = mean_over_processes(trainer, current.found.skipped, list(current.found.skipped))
+        values.update((f"skipped/{q}", count * trainer.world_size) for q, count in skipped.items() if count > 0)
+        self._last.update((key, value) for key, value in values.items() if _is_over_layers(key))
         self._log_metrics(pl_module, values)
         for logger in trainer.loggers:
-            logger.log_metrics(values, step=self._measured_at)
-        if self.histogram:
-            for name, spectrum in self._spectra.items():
-                log_histogram(trainer, f"spectrum/{name}", torch.cat(spectrum), self._measured_at)
-        self._draw(trainer, values)
+            logger.log_metrics(values, step=self._step)
+        self._charts.draw(trainer, self._step, current.found.spectra, values, full=current.full)
+        self._count += 1
+        self._spent += current.seconds + time.perf_counter() - start
+        self._stop(trainer, values)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._log_maps(trainer)
+        start = time.perf_counter()
+        self._charts.finish(trainer)
+        self._spent += time.perf_counter() - start
+        whole = time.perf_counter() - self._began
+        if self._count:
+            rank_zero_info(
+                f"condition numbers: measured in {self._count} steps, which took {self._spent:.1f} s of {whole:.1f} s"
+            )
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -190,138 +296,85 @@ class ConditionNumberMonitor(Callback):
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        return {"measured_at": self._measured_at, "last": dict(self._last)}
+        rule = {} if self.stop_rule is None else {"stop_rule": self.stop_rule.state_dict()}
+        return {"measured_at": dict(self._measured_at), "last": dict(self._last), **rule}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._measured_at = state_dict["measured_at"]
-        self._last = state_dict["last"]
+        self._measured_at = dict(state_dict["measured_at"])
+        self._last = dict(state_dict["last"])
         self._resumed = bool(self._last)
+        if self.stop_rule is not None:
+            self.stop_rule.load_state_dict(state_dict.get("stop_rule", {}))
 
-    def _measure_weights(self, pl_module: LightningModule) -> None:
-        for report in measure_weights(pl_module, sites=self._sites):
-            if report.role in self.quantities:
-                self._note("cond", report.role, report.name, report.effective)
-                if self.raw and report.corrections:
-                    self._note("cond_raw", report.role, report.name, report.raw)
-                self._spectra.setdefault(report.role, []).append(report.spectrum)
+    def _groups(self) -> set[str]:
+        """Return the first two parts of all keys that can be logged."""
+        groups = set()
+        for quantity in self.quantities:
+            if quantity == "entropy":
+                groups |= {"entropy/scores", "entropy_share/scores", "saturated/scores"}
+            else:
+                groups |= {f"{name}/{quantity}" for name in ("cond", "cond_raw", *self.settings.statistics)}
+        return groups
 
-    def note_tokens(self, site: TokenSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Measure the tokens of the first samples that enter a block, with and without the correction.
+    def _tell(self, trainer: Trainer, pl_module: LightningModule, current: MeasuredStep) -> None:
+        """Say what was not measured, and why, when it is the first time; raise where it was asked for."""
+        if self.required:
+            raise_first(current.failures)
+        if self._coverage.note(current.failures | current.absent()) or not self._count:
+            layers = {str(quantity): self._layers(quantity) for quantity in self._seeable}
+            self._coverage.tell(trainer, pl_module, layers, self._sites)
 
-        Raises:
-            ConfigurationError: If the tokens can not be read and `quantities` asks for them; else they are left out
-                from here on, with a warning.
-        """
-        if self._pending is None or f"cond/tokens/{site.name}" in self._pending:
-            return
-        try:
-            self._measure_tokens(site, args, kwargs)
-        except ConfigurationError as error:
-            if self.tokens_required:
-                raise
-            self._token_sites.remove(site)
-            warnings.warn(f"tokens are not measured: {error}", LitCondWarning, stacklevel=2)
+    def _layers(self, quantity: Quantity) -> list[str]:
+        return [site.name for site in (self._token_sites if quantity == "tokens" else self._sites)]
 
-    def _measure_tokens(self, site: TokenSite, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        active = next((f for _, f in token_forwards(site.module)), None)
-        reader = active or TokenForward(site, TokenRule(correction="identity", scale=1.0), torch.tensor(0.0))
-        _, tokens = reader.find_tokens(args, kwargs)
-        mask = reader.find_mask(args, kwargs, tokens)
-        batch_axis = 0 if reader.batch_first else 1
-        tokens = tokens.detach().narrow(batch_axis, 0, min(self.max_samples, tokens.shape[batch_axis]))
-        mask = None if mask is None else mask[: self.max_samples]
-        raw = _samples(reader.matrices(tokens), mask)
-        if active is not None:
-            if self.raw:
-                self._note("cond_raw", "tokens", site.name, _mean([k for k, _ in spectra(raw)]))
-            raw = _samples(reader.matrices(active.correct(tokens, mask)), mask)
-        measured = spectra(raw)
-        self._note("cond", "tokens", site.name, _mean([k for k, _ in measured]))
-        self._spectra.setdefault("tokens", []).extend(s for _, s in measured)
-
-    def _note(self, prefix: str, quantity: str, layer: str, value: float) -> None:
-        if self._pending is not None:
-            self._pending[f"{prefix}/{quantity}/{layer}"] = value
-
-    def _summarise(self, trainer: Trainer, values: dict[str, float]) -> dict[str, float]:
-        """Agree on the token values across processes and add the mean and the maximum over layers."""
-        shared = [key for key in values if "/tokens/" in key]
-        if trainer.world_size > 1 and shared:
-            local = torch.tensor([values[k] for k in shared], device=trainer.strategy.root_device)
-            reduced = trainer.strategy.reduce(local, reduce_op="mean")
-            values = {**values, **dict(zip(shared, reduced.tolist(), strict=True))}
-        result = dict(values)
-        groups: dict[str, list[float]] = {}
+    def _log_metrics(self, pl_module: LightningModule, values: Mapping[str, float]) -> None:
+        """Hand what is said over layers to callbacks and the progress bar; loggers get all with their own step."""
         for key, value in values.items():
-            groups.setdefault("/".join(key.split("/")[:2]), []).append(value)
-        for group, members in groups.items():
-            finite = [v for v in members if math.isfinite(v)]
-            result[f"{group}/mean"] = sum(finite) / len(finite) if finite else math.inf
-            result[f"{group}/max"] = max(finite) if finite else math.inf
-            if len(finite) < len(members):
-                result[f"{group}/nonfinite"] = float(len(members) - len(finite))
-        return result
+            if _is_over_layers(key) or key == self.prog_bar:
+                pl_module.log(
+                    key,
+                    value,
+                    on_step=True,
+                    on_epoch=False,
+                    logger=False,
+                    prog_bar=key == self.prog_bar,
+                    batch_size=1,
+                )
 
-    def _log_metrics(self, pl_module: LightningModule, values: dict[str, float]) -> None:
-        """Hand the values to callbacks and the progress bar; loggers get them with their own step."""
-        for key, value in values.items():
-            pl_module.log(
-                key,
-                value,
-                on_step=True,
-                on_epoch=False,
-                logger=False,
-                prog_bar=key == self.prog_bar,
-                batch_size=1,
-            )
+    def _stop(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        reason = None if self.stop_rule is None else self.stop_rule.update(self._step, values)
+        if reason is not None and not trainer.should_stop:
+            stop_training(trainer, reason, self._step, values)
 
-    def _draw(self, trainer: Trainer, values: dict[str, float]) -> None:
-        if not self.heatmap:
-            return
-        for key, value in values.items():
-            prefix, quantity, layer = key.split("/", 2)
-            if prefix == "cond" and layer not in ("mean", "max", "nonfinite"):
-                self._maps.setdefault(quantity, HeatMap(quantity)).add(layer, self._measured_at, value)
-        # A figure takes 0.1 s: draw the first ones and then ever more rarely; the last is drawn when training ends.
-        count = max((m.columns for m in self._maps.values()), default=0)
-        if count & (count - 1) == 0:
-            self._log_maps(trainer)
-
-    def _log_maps(self, trainer: Trainer) -> None:
-        for quantity, heat_map in self._maps.items():
-            log_figure(trainer, f"heatmap/{quantity}", heat_map, trainer.global_step)
-
-    def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    def _close_probes(self) -> None:
+        if self._probes is not None:
+            self._probes.__exit__(None, None, None)
+            self._probes = None
 
     def _release(self) -> None:
-        self._remove_hooks()
-        self._sites, self._token_sites, self._maps = [], [], {}
-        self._pending, self._spectra = None, {}
+        """Leave nothing behind in the model, and keep nothing of it."""
+        self._close_probes()
+        self._current, self._sites, self._token_sites = None, [], []
+        self._charts, self._coverage = MonitorCharts(self.histogram, self.heatmap), Coverage()
 
 
-class _TokenProbe:
-    """Forward pre-hook of one measured step: shows the tokens to the monitor and changes nothing."""
-
-    def __init__(self, monitor: ConditionNumberMonitor, site: TokenSite) -> None:
-        self.monitor = monitor
-        self.site = site
-
-    @torch.no_grad()
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.monitor.note_tokens(self.site, args, kwargs)
+_COMPILED = (
+    "attention and tokens can not be looked at inside a LightningModule that is compiled as a whole; compile the "
+    "network in it (self.net = torch.compile(self.net)), or measure quantities=['query', 'key', 'value']"
+)
 
 
-def _samples(matrices: Tensor, mask: Tensor | None) -> list[Tensor]:
-    """Return one matrix for each sample, padding left out; samples without tokens are dropped."""
-    if mask is None:
-        return list(matrices)
-    return [matrix[keep] for matrix, keep in zip(matrices, mask, strict=True) if keep.any()]
+def _is_compiled(pl_module: LightningModule) -> bool:
+    """Whether the training step itself is compiled, which Lightning (2.6) notes in a private attribute only."""
+    return getattr(pl_module, "_compiler_ctx", None) is not None
 
 
-def _mean(values: list[float]) -> float:
-    finite = [v for v in values if math.isfinite(v)]
-    return sum(finite) / len(finite) if finite else math.inf
+def _all_known(argument: str, given: Any, known: Any) -> None:
+    for name in given:
+        if name not in known:
+            raise ConfigurationError(f"`{argument}` may hold {', '.join(known)}, got {name!r}")
+
+
+def _is_over_layers(key: str) -> bool:
+    return key.rpartition("/")[2] in OVER_LAYERS or key.startswith("skipped/")

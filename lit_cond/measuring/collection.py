@@ -40,18 +40,24 @@ class Collection:
         self.values: dict[str, float] = {}
         self.spectra: dict[str, dict[str, list[Tensor]]] = {}
         self.skipped: dict[str, float] = {}
-        self.declined: dict[tuple[str, str], str] = {}
 
-    def put(self, statistic: str, quantity: str, layer: str, value: float) -> None:
+    def add(self, statistic: str, quantity: str, layer: str, value: float) -> None:
         """Add one number of a layer."""
         self.values[f"{statistic}/{quantity}/{layer}"] = value
 
-    def heads(self, statistic: str, quantity: str, layer: str, values: Sequence[float]) -> None:
-        """Add a number of each head: their mean over the finite ones for the layer."""
-        self.put(statistic, quantity, layer, finite_mean(values))
+    def heads(self, statistic: str, quantity: str, layer: str, values: Sequence[Sequence[float]]) -> None:
+        """Add numbers of heads and samples: their mean over those that are finite.
+
+        Args:
+            statistic: What the number says.
+            quantity: Of what.
+            layer: Of which layer.
+            values: For each head one number a sample.
+        """
+        self.add(statistic, quantity, layer, finite_mean(v for head in values for v in head))
         if self.per_head and len(values) > 1:
-            for head, value in enumerate(values):
-                self.values[f"{statistic}/{quantity}/{layer}/head_{head}"] = value
+            for index, head in enumerate(values):
+                self.values[f"{statistic}/{quantity}/{layer}/head_{index}"] = finite_mean(head)
 
     def matrices(
         self, quantity: str, layer: str, samples: Sequence[Sequence[Spectrum]], statistics: Iterable[str]
@@ -63,18 +69,10 @@ class Collection:
         every = [spectrum for heads in samples for spectrum in heads]
         if not every:
             return
-        by_head: dict[int, list[float]] = {}
-        for spectrum in every:
-            by_head.setdefault(spectrum.head, []).append(spectrum.condition)
-        self.heads("cond", quantity, layer, [finite_mean(values) for values in by_head.values()])
-        self.put("cond", quantity, layer, finite_mean(s.condition for s in every))
+        self.heads("cond", quantity, layer, [[s.condition for s in head] for head in zip(*samples, strict=True)])
         for name, value in statistics_of(every, statistics).items():
-            self.put(name, quantity, layer, value)
+            self.add(name, quantity, layer, value)
         self.spectra.setdefault(quantity, {}).setdefault(layer, []).extend(s.values for s in every)
-
-    def decline(self, quantity: str, layer: str, reason: str) -> None:
-        """Note why a quantity of a layer has no number."""
-        self.declined[quantity, layer] = reason
 
 
 def over_layers(values: Mapping[str, float]) -> dict[str, float]:

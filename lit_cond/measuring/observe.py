@@ -151,42 +151,41 @@ def observe_call(
         sites: The layers that the module holds, in the order in which they run.
         module: The module.
         call: Runs it.
-        note: Called with each layer when it has run, while its tensors are alive.
+        note: Called with each layer when the call is over, while its tensors are alive.
         max_samples: How many samples to look at.
 
     Returns:
         What the call returns, and what went wrong in looking, if anything did: the module attended otherwise than its
         layers say, or `note` raised.
     """
-    waiting = list(sites)
-    runs: list[int] = []
-    problems: list[Exception] = []
-
-    def observe(attended: Attended) -> None:
-        runs.append(1)
-        if len(runs) > len(waiting) or problems:
-            return
-        try:
-            note(_observed(waiting[len(runs) - 1], attended, max_samples))
-        except Exception as error:  # handed on: a measurement that fails must not break the step
-            problems.append(error)
-
-    with Watch(module, observe, max_samples):
+    ran: list[Attended] = []
+    with Watch(module, ran.append, max_samples):
         result = call()
-    return result, problems[0] if problems else _missing(waiting, len(runs))
+    problem: Exception | None = _mismatch(sites, ran)
+    try:
+        for site, attended in zip(sites, ran, strict=False) if problem is None else ():
+            note(_observed(site, attended, max_samples))
+    except Exception as error:  # handed on: a measurement that fails must not break the step
+        problem = error
+    return result, problem
 
 
-def _missing(sites: Sequence[AttentionSite], runs: int) -> ConfigurationError | None:
+def _mismatch(sites: Sequence[AttentionSite], ran: Sequence[Attended]) -> ConfigurationError | None:
+    """Return what is wrong where a module did not run one softmax for each layer.
+
+    One layer may run several of one shape, part of the sequence after part: the first one is a sample like any other.
+    """
     first, kind = sites[0].name, type(sites[0].module).__name__
-    if not runs:
+    if not ran:
         return ConfigurationError(
             f"'{first}' ({kind}) computes its softmax inside a kernel that can not be looked into; use an "
             "implementation that torch runs itself (attn_implementation='sdpa' or 'eager'), leave the layer out with "
             "`exclude`, or leave attention out of `quantities`"
         )
-    if runs < len(sites):
+    shapes = {(a.query.tensor.shape, a.key.tensor.shape, a.value.tensor.shape) for a in ran}
+    if len(ran) != len(sites) and (len(sites) > 1 or len(shapes) > 1):
         return ConfigurationError(
-            f"'{first}' ({kind}) holds {len(sites)} attention layers and ran {runs}, so which is which is not known; "
-            "leave it out with `exclude`"
+            f"'{first}' ({kind}) ran {len(ran)} softmaxes for {len(sites)} attention layer{'s' * (len(sites) > 1)}, as "
+            "approximations of attention do, so there is no one matrix to measure; leave it out with `exclude`"
         )
     return None

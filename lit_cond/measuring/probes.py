@@ -110,12 +110,18 @@ class AttentionProbe(Probe):
             # It may take a kernel that it does not take while it is watched.
             result = self.call_inner(*args, **kwargs)
             with torch.no_grad():
-                self._observe(lambda: self.call_inner(*args, **kwargs))
+                self._observe(args, kwargs)
             return result
-        return self._observe(lambda: self.call_inner(*args, **kwargs))
+        return self._observe(args, kwargs)
 
-    def _observe(self, call: Callable[[], Any]) -> Any:
-        result, problem = observe_call(self.sites, self.module, call, self.note, self.max_samples)
+    def _observe(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result, problem = observe_call(
+            self.sites,
+            self.module,
+            lambda: self.call_inner(*args, **kwargs),
+            self.note,
+            self.max_samples,
+        )
         if problem is not None:
             self.failed(problem)
         return result

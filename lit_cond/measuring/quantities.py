@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "jacobian_spectra",
     "score_spectra",
     "spectra_of",
+    "spectra_of_each",
     "statistics_of",
 ]
 
@@ -60,6 +61,19 @@ def spectra_of(matrices: Tensor, dtype: torch.dtype) -> list[Spectrum]:
     floor = torch.finfo(torch.float32).eps if dtype != torch.float64 else 0.0
     rtol = max(max(matrices.shape[-2:]) * torch.finfo(torch.float64).eps, floor)
     return [Spectrum(v, c, rtol, head) for head, (v, c) in enumerate(zip(values.cpu(), conditions, strict=True))]
+
+
+def spectra_of_each(matrices: Sequence[Tensor]) -> list[Spectrum]:
+    """Return the spectra of matrices of any shape, those of one shape computed together."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for index, matrix in enumerate(matrices):
+        by_shape.setdefault(tuple(matrix.shape), []).append(index)
+    result: dict[int, Spectrum] = {}
+    for indices in by_shape.values():
+        stacked = torch.stack([matrices[i] for i in indices])
+        found = spectra_of(stacked, stacked.dtype)
+        result.update((i, replace(spectrum, head=0)) for i, spectrum in zip(indices, found, strict=True))
+    return [result[index] for index in range(len(matrices))]
 
 
 def score_spectra(sample: ObservedSample) -> list[Spectrum]:

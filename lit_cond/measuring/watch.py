@@ -92,6 +92,7 @@ class Watch(TorchFunctionMode):
     def __init__(self, module: nn.Module, observe: Callable[[Attended], None], samples: int) -> None:
         super().__init__()
         self._modules = list(module.modules())
+        self._constants = {id(buffer) for buffer in module.buffers()}
         self._observe = observe
         self._samples = samples
         self._seen = _Seen()
@@ -156,6 +157,9 @@ class Watch(TorchFunctionMode):
         if name in _SOFTMAXES and flow.scores:
             axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             logits = inputs[0] if before is None else before
+            if flow.projections:
+                for scores in flow.scores:
+                    scores.obstacle = "its scores hold a term that is made of tokens and no product of query and key"
             softmax = _Softmax(flow.scores, logits.detach(), axis if isinstance(axis, int) else -1)
             flow = _Flow(softmaxes=(softmax,))
         elif flow.scores:
@@ -172,7 +176,10 @@ class Watch(TorchFunctionMode):
         return found
 
     def _is_weight(self, tensor: Tensor) -> bool:
-        return isinstance(tensor, nn.Parameter) or any(tensor is v for m in self._modules for v in m.__dict__.values())
+        # A buffer is as constant: positions that a layer makes its bias of.
+        if isinstance(tensor, nn.Parameter) or id(tensor) in self._constants:
+            return True
+        return any(tensor is value for module in self._modules for value in module.__dict__.values())
 
     def _multiplied(self, name: str, product: Product, output: Tensor) -> _Flow | None:
         sides = (product.left, product.right)
@@ -188,7 +195,7 @@ class Watch(TorchFunctionMode):
                 return flows[1 - weight]
             placed = product.placed[weight][-1] if product.placed[weight] else -1
             return _Flow(
-                projections=(Projection(sides[1 - weight], product.contracted[1 - weight][-1], output, placed),)
+                projections=(Projection(sides[1 - weight], product.contracted[1 - weight][-1], output, placed),),
             )
         if not is_floating(output):
             return None

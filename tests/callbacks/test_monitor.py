@@ -190,7 +190,7 @@ def test_nothing_to_measure_is_an_error_or_said(tmp_path):
         def training_step(self, batch, batch_idx):
             return self.attn(self.net(batch[0])).square().mean()
 
-    with pytest.warns(LitCondWarning, match="tokens are not measured"):
+    with pytest.warns(LitCondWarning, match="tokens: not measured"):
         make_trainer(tmp_path, [ConditionNumberMonitor()]).fit(Single(), make_loader())
     with pytest.raises(NoMatchingTargetError, match="no list of blocks"):
         make_trainer(tmp_path, [ConditionNumberMonitor(quantities=["tokens"])]).fit(Single(), make_loader())
@@ -226,7 +226,7 @@ def test_tokens_that_can_not_be_read_do_not_end_a_training_that_did_not_ask_for_
         x = torch.randn(64, 32, 12)
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, loader.dataset.tensors[1]), batch_size=16)
 
-    with pytest.warns(LitCondWarning, match="tokens are not measured: axes 1 and 3"):
+    with pytest.warns(LitCondWarning, match="tokens: not measured: axes 1 and 3"):
         module = run()
     assert len(module.losses) == 4
     with pytest.raises(ConfigurationError, match="axes 1 and 3"):

@@ -167,7 +167,7 @@ def test_intervals_with_two_optimizers(tmp_path):
 
     class Look(pl.Callback):
         def on_train_batch_end(self, trainer, pl_module, *args):
-            measured.append(monitor._measured_at)
+            measured.append(monitor._measured_at["query"])
 
     torch.manual_seed(0)
     monitor = ConditionNumberMonitor(every_n_steps=3)
