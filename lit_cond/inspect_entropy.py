@@ -28,6 +28,9 @@ COLLAPSED = 0.25
 PROBE_TOKENS = 64
 """Tokens of the sequences for which the entropy is predicted."""
 
+# Numbers in a sample input, such as an image, up to which a model is run on it for its attention: of 1024 x 1024 pixels
+# SAM makes 4096 tokens, whose softmax takes 1.6 GB in float64 for each layer, and minutes.
+_LARGEST_SAMPLE = 2**20
 # Over 12 heads of 64 tokens the means of two sequences and of eight differ by about a hundredth.
 _SEQUENCES = 2
 
@@ -69,10 +72,12 @@ class Inputs:
     Args:
         source: Where it comes from.
         parts: Modules of the model that are run, with what each is called with, one after the other.
+        left_out: Why something that the model says it takes is not shown to it.
     """
 
     source: Source
     parts: tuple[tuple[nn.Module, tuple[Sample, ...]], ...]
+    left_out: str | None = None
 
 
 def inputs_of(model: nn.Module, data: Sample | None = None) -> Inputs:
@@ -84,8 +89,19 @@ def inputs_of(model: nn.Module, data: Sample | None = None) -> Inputs:
     """
     if data is not None:
         return Inputs("data", ((model, (data,)),))
-    parts = ((part, samples) for _, part, samples in sampled_parts(model))
-    return Inputs("sample", tuple((p, tuple(s)) for p, s in parts if not isinstance(s, Exception)))
+    parts = [(part, tuple(s)) for _, part, s in sampled_parts(model) if not isinstance(s, Exception)]
+    small = tuple((part, kept) for part, s in parts if (kept := tuple(x for x in s if _size(x) <= _LARGEST_SAMPLE)))
+    largest = max((_size(sample) for _, s in parts for sample in s), default=0)
+    reason = (
+        f"not measured: a sample input of {largest:,} numbers is large; give one with --data to measure all the same"
+    )
+    return Inputs("sample", small, reason if largest > _LARGEST_SAMPLE else None)
+
+
+def _size(sample: Sample) -> int:
+    """Return the size of the largest tensor among the arguments."""
+    values = (*sample.args, *sample.kwargs.values())
+    return max((value.numel() for value in values if isinstance(value, Tensor)), default=0)
 
 
 def measured(sites: Sequence[AttentionSite], inputs: Inputs) -> dict[str, Softmax | str]:

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lit_cond import WeightRule, condition_, uncondition_
+from lit_cond import WeightRule, condition_, inspect_entropy, uncondition_
 from lit_cond.callbacks import SpectralConditioning
 from lit_cond.functional import predicted_attention_entropy
 from lit_cond.inspect_numbers import AS_IT_IS, CORRECTIONS, measure_numbers
 from lit_cond.inspect_table import add_numbers, format_numbers, saturation_warnings
 from lit_cond.surgery import MatrixLayout, RowSet, WeightView, find_attention
 from lit_cond.surgery.apply import effective_matrix
+from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import AttentionSite
 from lit_cond.surgery.survey import Survey, survey_attention
 from lit_cond.surgery.table import survey_as_dict
@@ -537,3 +538,29 @@ def test_a_layer_that_can_not_be_watched_is_predicted_with_the_reason():
     assert [layer.softmax[AS_IT_IS].source for layer in numbers.layers] == ["sample", "predicted"]
     text = "\n".join(format_numbers(survey, numbers))
     assert "  blocks.1.attn: attention not measured: " in text
+
+
+def test_a_large_sample_input_is_not_run_and_the_attention_predicted(monkeypatch):
+    monkeypatch.setattr(inspect_entropy, "_LARGEST_SAMPLE", 4 * TOKENS * INPUTS - 1)
+    model = model_of("separate", depth=1)
+    for samples, source in ((3, "sample"), (4, "predicted")):
+        model.example_input_array = torch.randn(samples, TOKENS, INPUTS)
+        survey, numbers = numbers_of(model)
+        assert numbers.layers[0].softmax[AS_IT_IS].source == source
+    text = "\n".join(format_numbers(survey, numbers))
+    assert f"blocks.0.attn: attention not measured: a sample input of {4 * TOKENS * INPUTS} numbers is large" in text
+    shown = measure_numbers(model, survey, Sample((model.example_input_array,)))
+    assert shown.layers[0].softmax[AS_IT_IS].source == "data"
+
+
+@pytest.mark.parametrize("shape", [(300, 300), (64, 300), (300, 64)])
+def test_large_matrices_against_numpy(shape):
+    generator = torch.Generator().manual_seed(0)
+    module, survey = matrix_site(torch.randn(shape, generator=generator) * 0.02)
+    found = measure_numbers(module, survey).layers[0].matrices[0]
+    matrix = module.query.weight.detach()
+    got = (found.kappa, found.sigma_max, found.sigma_min, found.stable_rank)
+    assert got == pytest.approx(reference(matrix), rel=2e-3)
+    assert found.after["spectral"] == pytest.approx(2 * found.sigma_max / (found.sigma_max + found.sigma_min), rel=1e-6)
+    for label, scale in (("identity 1", 1.0), ("identity 10", 10.0)):
+        assert found.after[label] == pytest.approx(reference(matrix + scale * torch.eye(*shape))[0], rel=2e-2)
