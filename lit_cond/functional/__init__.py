@@ -9,6 +9,7 @@ from lit_cond.functional.attention import (
 )
 from lit_cond.functional.condition_number import condition_number, condition_of_spectrum, singular_values
 from lit_cond.functional.corrections import identity_correction, spectral_correction
+from lit_cond.functional.extremes import extreme_singular_values
 from lit_cond.functional.jacobian import (
     JacobianSpectrum,
     attention_jacobian_gram,
@@ -45,6 +46,7 @@ __all__ = [
     "constant_schedule",
     "cosine_schedule",
     "effective_rank",
+    "extreme_singular_values",
     "identity_correction",
     "is_prefix_safe",
     "jacobian_bound",
