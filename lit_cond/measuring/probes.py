@@ -261,7 +261,8 @@ def _looked_into(module: nn.Module, probes: Sequence[Probe]) -> Iterator[None]:
         compiled = module._compiled_call_impl
 
         def both(*args: Any, **kwargs: Any) -> Any:
-            run_on_the_side(module, module.forward, probes, args, kwargs)
+            # Looked up when it is called: a probe of the module itself stands there then.
+            run_on_the_side(module, lambda *a, **k: module.forward(*a, **k), probes, args, kwargs)
             return compiled(*args, **kwargs)
 
         module._compiled_call_impl = both
