@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lit_cond.plots.style import (
+    COLOURS,
     FULL_WIDTH,
     colour,
     log_limits,
@@ -19,6 +20,7 @@ from lit_cond.plots.style import (
 
 __all__ = ["Line", "Panel", "curves"]
 
+_MARKERS = ("", "s", "^", "x")
 _MARKER_BELOW = 3  # a line of so few points can not be seen without markers
 
 
@@ -129,8 +131,12 @@ def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None) -> None:
         values = [line.points[step] for step in steps]
         shown = [value if low < value < math.inf else math.nan for value in values]
         look = {"color": colour(line.run), "linestyle": (0, (4, 1.6)) if line.dashed else "-"}
-        alone = sum(map(math.isfinite, shown)) < _MARKER_BELOW
-        axes.plot(steps, shown, label=line.label, marker="o" if alone else "", markersize=4, **look)
+        # Colours repeat: the later runs have markers.
+        marker = _MARKERS[line.run // COLOURS % len(_MARKERS)]
+        every: tuple[float, float] | None = (0.05, 0.12)
+        if sum(map(math.isfinite, shown)) < _MARKER_BELOW:
+            marker, every = marker or "o", None
+        axes.plot(steps, shown, label=line.label, marker=marker, markersize=4, markevery=every, **look)
         if beyond := [step for step, value in zip(steps, values, strict=True) if value != value or value == math.inf]:
             edge = axes.get_xaxis_transform()
             axes.plot(

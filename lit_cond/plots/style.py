@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any, TypeVar
 
 __all__ = [
+    "COLOURS",
     "FULL_WIDTH",
     "GREY",
     "colour",
@@ -20,6 +21,7 @@ __all__ = [
 
 # Okabe and Ito (2008), told apart with every common colour vision; yellow is left out, it is too pale for lines.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+COLOURS = len(_COLOURS)
 GREY = "#555555"
 FULL_WIDTH = 9.6
 """Width of a large figure in inches; narrower ones have text of the same size."""

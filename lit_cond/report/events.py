@@ -7,6 +7,7 @@ from typing import Any
 
 from lit_cond.extras import optional_imports
 from lit_cond.plots import Histogram
+from lit_cond.report.records import read_records
 from lit_cond.report.run import Run
 
 __all__ = ["EVENT_FILES", "read_events"]
@@ -31,27 +32,29 @@ def read_events(run: Run, files: list[Path]) -> None:
         MissingExtraError: If tensorboard is not installed.
     """
     with optional_imports("reading TensorBoard's logs"):
-        from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     kept: dict[str, dict[int, Any]] = {}
     for file in files:
         done, damaged = 0, 0
         try:
             size = file.stat().st_size
-            for record in RawEventFileLoader(str(file)).Load():
-                done += len(record) + 16  # length, its checksum, and the checksum of the record
+            for done, record in read_records(file, masked_crc32c):  # noqa: B007
                 try:
-                    event = Event.FromString(record)
-                except Exception:  # protobuf's DecodeError, which has moved between its versions
+                    event = Event.FromString(record) if record is not None else None
+                except DecodeError:
+                    event = None
+                if event is None:
                     damaged += 1
                     continue
                 if event.session_log.status == SessionLog.START:
                     _forget_from(run, event.step)
                 for value in event.summary.value:
                     _take(run, kept, event.step, value)
-        except Exception as error:
-            run.notes.append(f"{file.name} can not be read: {str(error) or type(error).__name__}")
+        except OSError as error:
+            run.notes.append(f"{file.name} can not be read: {error.strerror or error}")
             continue
         if not done:
             run.notes.append(f"{file.name} holds no event" + (" that can be read" if size else ", it is empty"))
@@ -61,7 +64,7 @@ def read_events(run: Run, files: list[Path]) -> None:
                 "end: the run is still being written, was killed, or the file is damaged"
             )
         if damaged:
-            run.notes.append(f"{file.name}: {damaged} records are damaged and left out")
+            run.notes.append(f"{file.name}: {damaged} of its records are damaged and left out")
     for tag, by_step in kept.items():
         run.histograms[tag] = {step: _histogram(by_step[step]) for step in sorted(by_step)}
 

@@ -130,6 +130,13 @@ def test_what_is_not_finite_leaves_a_gap_and_a_triangle():
     assert render(figure)
 
 
+def test_more_runs_than_colours_have_markers():
+    figure = curves([Panel("p", [Line(str(i), {0: 1.0, 1: 2.0, 2: 3.0}, i) for i in range(16)])])
+    looks = [(line.get_color(), line.get_marker()) for line in figure.axes[0].lines]
+    assert len(set(looks)) == 16
+    assert render(figure)
+
+
 @pytest.mark.parametrize("points", [{}, {0: math.nan}, {0: math.inf}, {0: 0.0}, {0: 1.0}, {0: 1e300, 1: 1e-300}])
 @pytest.mark.parametrize("log", [True, False])
 def test_curves_of_anything(points, log):

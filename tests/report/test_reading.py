@@ -90,6 +90,32 @@ def test_a_run_that_is_still_written_is_read_up_to_the_record_that_is_not_whole(
     assert "still being written, was killed, or the file is damaged" in note
 
 
+def test_a_damaged_record_is_left_out_and_the_rest_is_read(tmp_path):
+    file = log(tmp_path, {step: float(step) for step in range(100)})
+    data = bytearray(file.read_bytes())
+    at = len(data) // 2
+    while data[at : at + 5] != b"query":
+        at += 1
+    data[at] ^= 1
+    file.write_bytes(data)
+    run = read_run(tmp_path)
+    assert list(run.scalars) == ["cond/query/mean"]
+    assert len(run.scalars["cond/query/mean"]) == 99
+    assert run.notes == [f"{file.name}: 1 of its records are damaged and left out"]
+    # Where the next record begins can not be known after a wrong length.
+    data[at - 40 : at + 5] = bytes(45)
+    file.write_bytes(data)
+    run = read_run(tmp_path)
+    assert 40 < len(run.scalars["cond/query/mean"]) < 60
+    assert "the file is damaged" in run.notes[0]
+
+
+def test_an_event_file_that_is_a_folder_is_no_log(tmp_path):
+    log(tmp_path, {0: 1.0})
+    (tmp_path / "events.out.tfevents.1.folder").mkdir()
+    assert read_run(tmp_path).notes == []
+
+
 def test_a_damaged_file_does_not_hide_the_others(tmp_path):
     log(tmp_path, {0: 1.0})
     (tmp_path / "events.out.tfevents.1.noise").write_bytes(b"no event at all" * 10)
