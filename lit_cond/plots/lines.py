@@ -93,6 +93,8 @@ def curves(panels: Sequence[Panel], title: str = "", columns: int = 3) -> Any:
     if entries:
         across = max(1, min(len(entries), int(figure.get_figwidth() / (0.55 + 0.075 * max(map(len, entries))))))
         figure.legend(entries.values(), entries.keys(), loc="outside lower left", ncols=across)
+        # Many entries take no room from the panels.
+        figure.set_figheight(figure.get_figheight() + 0.19 * (math.ceil(len(entries) / across) - 1))
     return figure
 
 
@@ -122,7 +124,10 @@ def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None) -> None:
     if panel.log:
         axes.set_yscale("log")
     axes.set_ylim(*limits)
+    steps_shown = {step for line in panel.lines for step in line.points}
     set_step_axis(axes.xaxis)
+    if len(steps_shown) == 1:
+        axes.set_xlim(min(steps_shown) - 1, max(steps_shown) + 1)
     if panel.log:
         set_log_axis(axes.yaxis, limits)
     low = 0.0 if panel.log else -math.inf

@@ -130,6 +130,14 @@ def test_what_is_not_finite_leaves_a_gap_and_a_triangle():
     assert render(figure)
 
 
+def test_one_measurement_stands_at_its_step():
+    figure = curves([Panel("p", [Line("a", {0: 3.0}), Line("b", {0: math.inf}, 1)], True)])
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    assert axes.lines[0].get_marker() == "o"
+    assert visible(axes.xaxis, axes.get_xlim()) == ["-1", "0", "1"]
+
+
 def test_more_runs_than_colours_have_markers():
     figure = curves([Panel("p", [Line(str(i), {0: 1.0, 1: 2.0, 2: 3.0}, i) for i in range(16)])])
     looks = [(line.get_color(), line.get_marker()) for line in figure.axes[0].lines]
