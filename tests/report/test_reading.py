@@ -5,6 +5,7 @@ import os
 
 import pytest
 import torch
+from lightning.pytorch.loggers import CSVLogger
 from torch.utils.tensorboard import SummaryWriter
 
 from lit_cond.errors import DataError
@@ -64,6 +65,23 @@ def test_a_table_of_metrics_has_the_same_scalars(tmp_path):
     assert run.scalars["val/acc"] == {s: 0.5 + s / 1000 for s in range(0, 50, 10)}
     # The columns of such a table are sorted as text; layers are shown as they lie in the model.
     assert list(run.layers("cond", "query")) == LAYERS
+
+
+def test_the_table_that_lightning_writes_is_read_while_it_grows(tmp_path):
+    logger = CSVLogger(tmp_path, name="", version="version_0", flush_logs_every_n_steps=1)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_metrics({"cond/query/mean": 2.0, "cond/query/a": 2.0}, step=0)
+    logger.save()
+    assert read_run(tmp_path).scalars == {"cond/query/mean": {0: 2.0}, "cond/query/a": {0: 2.0}}
+    logger.log_metrics({"cond/query/mean": math.inf, "cond/query/nonfinite": 1.0}, step=10)
+    logger.log_metrics({"val/acc": 0.5}, step=10)
+    logger.log_metrics({"val/acc": 0.75}, step=10)
+    logger.save()
+    run = read_run(tmp_path)
+    assert run.scalars["cond/query/mean"] == {0: 2.0, 10: math.inf}
+    assert run.scalars["cond/query/nonfinite"] == {10: 1.0}
+    assert run.scalars["val/acc"] == {10: 0.75}
+    assert run.settings == {"lr": 0.1}
 
 
 def test_event_files_of_a_resumed_run_are_joined_and_the_later_wins(tmp_path):
