@@ -112,6 +112,10 @@ def _factor(made: Tensor, entered: Tensor, dtype: torch.dtype) -> float | None:
         made = made.repeat_interleave(entered.shape[0] // made.shape[0], dim=0)
     if made.shape != entered.shape:
         return None
+    finite = made.isfinite() & entered.isfinite()
+    if not bool(finite.any()):  # nothing to compare, and what is measured will not be finite either
+        return 1.0
+    made, entered = (torch.where(finite, t, 0) for t in (made, entered))
     size = (made * made).sum()
     factor = (made * entered).sum() / torch.where(size > 0, size, 1)
     wrong = (entered - factor * made).norm()

@@ -158,9 +158,10 @@ def _head_weights(site: AttentionSite, role: Role, heads: int) -> Tensor:
 
 def _effective(view: WeightView, site: AttentionSite) -> Tensor:
     weight = existing(view.module, view.tensor_name)
-    if isinstance(view.parameter, DTensor):
+    read = view.as_read()
+    if isinstance(read, DTensor):
         raise ConfigurationError(f"'{site.name}': its weights are sharded while the forward pass runs")
-    return view.parameter.detach() if weight is None else weight.current_effective
+    return read.detach() if weight is None else weight.current_effective
 
 
 def entropy_numbers(sample: ObservedSample) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from lit_cond.errors import ConfigurationError
+from lit_cond.errors import ConfigurationError, LitCondError
 from lit_cond.measuring.collection import Collection
 from lit_cond.measuring.observe import ObservedAttention, why_not
 from lit_cond.measuring.probes import AttentionProbe, InputProbe, Probe, sites_by_module
@@ -100,12 +100,19 @@ class MeasuredStep:
 
     def measure_weights(self) -> None:
         """Measure the weights that are due; in every process."""
-        roles = [role for role in ROLES if role in self.due]
-        if roles:
-            settings = self.settings
-            measure_weights(
-                self.found, self.sites, roles, raw=settings.raw, full=self.full, statistics=settings.statistics
-            )
+        roles, settings = [role for role in ROLES if role in self.due], self.settings
+        if not roles:
+            return
+        sites = []
+        for site in self.sites:
+            try:
+                for _, view in site:
+                    view.as_read()
+            except LitCondError as error:
+                self._failed(roles, [site.name])(error)
+            else:
+                sites.append(site)
+        measure_weights(self.found, sites, roles, raw=settings.raw, full=self.full, statistics=settings.statistics)
 
     def probes(self) -> Iterator[Probe]:
         """Yield what has to look at the forward pass of this step."""
@@ -180,7 +187,7 @@ class MeasuredStep:
                 continue
             try:
                 count = self._measure(quantity, observed)
-            except ConfigurationError as error:
+            except LitCondError as error:
                 self.failures.setdefault((quantity, observed.site.name), error)
             else:
                 self._saw(quantity, observed.site.name, count, observed.skipped)

@@ -125,7 +125,7 @@ def weight_matrices(sites: Iterable[AttentionSite]) -> list[WeightMatrix]:
     effective = {id(weight): weight.current_effective for weight in weights if weight is not None}
     result = []
     for (site, role, view), weight in zip(views, weights, strict=True):
-        parameter = view.parameter.detach() if weight is None else weight.current_raw
+        parameter = view.as_read().detach() if weight is None else weight.current_raw
         terms = () if weight is None else weight.terms
         rows = view.layout.rows.indices()
         corrected = weight is not None and any(torch.isin(rows, t.rows).any() for t in terms)

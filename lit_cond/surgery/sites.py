@@ -165,10 +165,32 @@ class WeightView:
             )
         return value
 
+    @torch.no_grad()
+    def as_read(self) -> Tensor:
+        """Return the tensor that the module reads.
+
+        Usually the parameter; else what a parametrization or a pruning mask has put in its place. Parametrizations are
+        computed in evaluation mode: reading must not be a step of spectral normalisation.
+
+        Raises:
+            LostTargetError: If there is no floating-point tensor under this name, as after quantization.
+        """
+        if own_parameter(self.module, self.tensor_name) is not None:
+            return self.parameter
+        computing = [m for m in self.module.modules() if m is not self.module and m.training]
+        for module in computing:
+            module.training = False
+        try:
+            value = getattr(self.module, self.tensor_name, None)
+        finally:
+            for module in computing:
+                module.training = True
+        return value if isinstance(value, Tensor) and value.is_floating_point() else self.parameter
+
     @property
     def in_features(self) -> int:
         """Columns of the matrix: channels of what is projected."""
-        oriented = self.layout.oriented(self.parameter)
+        oriented = self.layout.oriented(self.as_read())
         rows = self.layout.rows.indices() if self.layout.groups > 1 else None
         touched = 1 if rows is None else len(set((rows // (oriented.shape[0] // self.layout.groups)).tolist()))
         return oriented.shape[1] * touched

@@ -127,6 +127,7 @@ def test_the_layout_has_a_chart_for_each_quantity_and_its_patterns_match_these_k
         "entropy_share/scores/mean",
         "saturated/scores/max",
         "stable_rank/query/min",
+        "bound/softmax_derivative/max",
         "val/loss",
     ]
     log_layout(trainer, keys)
@@ -134,7 +135,10 @@ def test_the_layout_has_a_chart_for_each_quantity_and_its_patterns_match_these_k
     (event,) = events.Tensors("custom_scalars__config__")
     layout = layout_pb2.Layout.FromString(event.tensor_proto.string_val[0])
     charts = {c.title: {chart.title: list(chart.multiline.tag) for chart in c.chart} for c in layout.category}
-    assert list(charts) == ["condition numbers", "attention", "ranks and singular values"]
+    assert list(charts)[:3] == ["condition numbers", "attention", "ranks and singular values"]
+    assert charts["factors of the bound on the Jacobian"] == {
+        "factor of the Jacobian's bound: softmax derivative": ["^bound/softmax_derivative/max$"]
+    }
     assert list(charts["condition numbers"]) == ["condition number: query weights", "condition number: tokens"]
     assert len(charts["attention"]) == 3
     shown = {

@@ -177,8 +177,10 @@ def test_nothing_is_left_after_a_training_however_it_ends(tmp_path, error, where
 
     attention = module.net.blocks[1].attn
 
-    def project(x, kept=attention.project, module=weakref.proxy(module)):
-        if module.trainer.global_step == 2 and error is not None and where == "inside":
+    watched = weakref.proxy(module)
+
+    def project(x, kept=attention.project):
+        if watched.trainer.global_step == 2 and error is not None and where == "inside":
             raise error
         return kept(x)
 
