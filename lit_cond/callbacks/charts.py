@@ -29,11 +29,13 @@ _STATISTICS = {
     "numerical_rank": "numerical rank",
     "sigma_max": "largest singular value",
     "sigma_min": "smallest singular value",
+    "bound": "factor of the Jacobian's bound",
 }
 _CATEGORIES = {
     "condition numbers": ("cond",),
     "attention": ("entropy", "entropy_share", "saturated"),
     "ranks and singular values": ("stable_rank", "effective_rank", "numerical_rank", "sigma_max", "sigma_min"),
+    "factors of the bound on the Jacobian": ("bound",),
 }
 _OVER_LAYERS = ("mean", "max", "min")
 

@@ -78,8 +78,9 @@ def curves(panels: Sequence[Panel], title: str = "", columns: int = 3) -> Any:
     figure = Figure(figsize=(width, 2.35 * rows + (0.7 if title else 0.4)), layout="constrained")
     grid = figure.subplots(rows, columns, squeeze=False)
     every = list(grid.flat)
+    span = _span({step for panel in panels for line in panel.lines for step in line.points})
     for axes, panel in zip(every, panels, strict=False):
-        _draw(axes, panel, _limits(panel, panels))
+        _draw(axes, panel, _limits(panel, panels), span)
     for axes in every[len(panels) :]:
         axes.set_visible(False)
     for axes in every[columns * (rows - 1) : len(panels)]:
@@ -116,7 +117,14 @@ def _limits(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float] | None
     return low - room, high + room
 
 
-def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None) -> None:
+def _span(steps: set[int]) -> tuple[float, float]:
+    """Return the horizontal limits of all panels: quantities that are measured rarely stand under the others."""
+    low, high = min(steps, default=0), max(steps, default=0)
+    room = 0.03 * (high - low) or 1.0
+    return low - room, high + room
+
+
+def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None, span: tuple[float, float]) -> None:
     axes.set_title(panel.title)
     if limits is None:
         say_nothing_to_show(axes)
@@ -124,10 +132,8 @@ def _draw(axes: Any, panel: Panel, limits: tuple[float, float] | None) -> None:
     if panel.log:
         axes.set_yscale("log")
     axes.set_ylim(*limits)
-    steps_shown = {step for line in panel.lines for step in line.points}
     set_step_axis(axes.xaxis)
-    if len(steps_shown) == 1:
-        axes.set_xlim(min(steps_shown) - 1, max(steps_shown) + 1)
+    axes.set_xlim(*span)
     if panel.log:
         set_log_axis(axes.yaxis, limits)
     low = 0.0 if panel.log else -math.inf

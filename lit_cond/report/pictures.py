@@ -11,7 +11,18 @@ from typing import Any
 from lit_cond.plots import Histogram, Line, Panel, curves, describe, format_number, heat_map, histograms
 from lit_cond.report.run import Points, Run, known_quantities
 
-__all__ = ["Picture", "draw_attention", "draw_metrics", "draw_overview", "draw_quantity", "draw_ranks"]
+__all__ = [
+    "PIXELS_AN_INCH",
+    "Picture",
+    "draw_attention",
+    "draw_metrics",
+    "draw_overview",
+    "draw_quantity",
+    "draw_ranks",
+]
+
+PIXELS_AN_INCH = 104
+"""How large figures are on the page."""
 
 _WHERE = {"mean": "mean over layers", "max": "worst layer", "min": "lowest layer"}
 _METRIC = re.compile(r"(train|val|valid|validation)[/_](?!.*_step$)(.+)")
@@ -23,6 +34,7 @@ _RANKS = {
     "numerical_rank": "Numerical rank",
     "sigma_max": "Largest singular value",
     "sigma_min": "Smallest singular value",
+    "bound": "Factors of the bound on the attention Jacobian (condition numbers)",
 }
 
 
@@ -35,12 +47,14 @@ class Picture:
         figure: A matplotlib figure, or the bytes of a PNG.
         alt: What it shows, for those who do not see it.
         caption: What to know when looking at it.
+        scale: Size on the page of a PNG, relative to its own.
     """
 
     name: str
     figure: Any
     alt: str
     caption: str = ""
+    scale: float = 1.0
 
 
 def draw_overview(runs: Sequence[Run]) -> Picture | None:
@@ -81,7 +95,8 @@ def draw_quantity(runs: Sequence[Run], quantity: str) -> list[Picture]:
             step, data = image
             alt = f"Singular values of chosen layers, {describe(quantity)}, {run.name}, step {step}"
             caption = f"{run.name}, step {step:,}: singular values of chosen layers, drawn while it ran."
-            pictures.append(Picture(f"spectra_{quantity}_{index}", data, alt, caption))
+            # Drawn by the monitor with 120 pixels an inch: text as large as that of the other pictures.
+            pictures.append(Picture(f"spectra_{quantity}_{index}", data, alt, caption, PIXELS_AN_INCH / 120))
     return [picture for picture in pictures if picture is not None]
 
 
@@ -112,8 +127,8 @@ def draw_ranks(runs: Sequence[Run]) -> list[Picture]:
     """Draw ranks and extreme singular values, one picture each."""
     found = []
     for statistic, title in _RANKS.items():
-        over = "max" if statistic == "sigma_max" else "min"
-        log = statistic.startswith("sigma")
+        over = "max" if statistic in ("sigma_max", "bound") else "min"
+        log = statistic in ("sigma_max", "sigma_min", "bound")
         panels = [
             Panel(describe(quantity), _lines(runs, statistic, quantity, over), log=log)
             for quantity in known_quantities(list(runs), statistic)
@@ -208,12 +223,12 @@ def _histograms(runs: Sequence[Run], quantity: str) -> Picture | None:
     panels = {name: by_step for name, by_step in panels.items() if by_step}
     if not panels:
         return None
-    title = f"Singular values of the {describe(quantity)}, relative to the largest"
+    title = f"Singular values of the {describe(quantity)}"
     figure = histograms(
         panels if len(runs) > 1 else {"": next(iter(panels.values()))}, title, "log10 of singular value / largest"
     )
     steps = "; ".join(f"{name} at steps {', '.join(map(str, by_step))}" for name, by_step in panels.items())
-    caption = "All layers together. The further left a singular value, the worse conditioned its matrix."
+    caption = "All layers together, each relative to its largest. The further left, the worse conditioned."
     return Picture(f"spectrum_{quantity}", figure, f"Histograms. {title}: {steps}", caption)
 
 

@@ -14,6 +14,7 @@ from lit_cond.extras import optional_imports
 from lit_cond.plots import colour, describe
 from lit_cond.report.page import Image, Section, bullets, details, page, paragraph, picture, table
 from lit_cond.report.pictures import (
+    PIXELS_AN_INCH,
     Picture,
     draw_attention,
     draw_metrics,
@@ -28,7 +29,6 @@ from lit_cond.report.tables import Row, final_metrics, worst_layers
 __all__ = ["write_report"]
 
 _DPI = 150
-_PIXELS_AN_INCH = 104  # on the page
 _PNG = b"\x89PNG\r\n\x1a\n"
 _LONGEST = 300
 
@@ -86,9 +86,9 @@ class _Images:
 
     def _image(self, one: Picture) -> Image:
         if isinstance(one.figure, bytes):
-            data, width = one.figure, int.from_bytes(one.figure[16:20], "big")
+            data, width = one.figure, round(int.from_bytes(one.figure[16:20], "big") * one.scale)
         else:
-            data, width = _png(one.figure), round(one.figure.get_figwidth() * _PIXELS_AN_INCH)
+            data, width = _png(one.figure), round(one.figure.get_figwidth() * PIXELS_AN_INCH)
         name = base = re.sub(r"[^A-Za-z0-9_-]+", "_", one.name)[:80]
         while name in self.used:
             name = f"{base}_{len(self.used)}"

@@ -117,6 +117,7 @@ def test_curves_of_two_runs_have_their_colours_one_legend_and_shared_limits():
     assert first.lines[1].get_linestyle() != first.lines[0].get_linestyle()
     assert first.get_yscale() == "log"
     assert first.get_ylim() == second.get_ylim()
+    assert first.get_xlim() == second.get_xlim()
     assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "a, raw", "b"]
     assert first.lines[0].get_xydata().tolist() == [[0, 2], [10, 200]]
     assert render(figure)

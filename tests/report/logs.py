@@ -27,6 +27,7 @@ def scalars(step, factor=1.0, corrected=True):
     found |= {"entropy/scores/mean": 1.2, "entropy/scores/min": 1.0, "entropy_share/scores/mean": 0.6}
     found |= {"saturated/scores/mean": 0.15, "saturated/scores/max": 0.3, "stable_rank/query/min": 3.0}
     found |= {"sigma_max/query/max": 9.0, "sigma_min/query/min": 0.1}
+    found |= {"bound/tokens/max": 30.0, "bound/softmax_derivative/max": 1e6}
     return found
 
 

@@ -80,6 +80,7 @@ def test_the_page_holds_all_pictures_and_needs_nothing_else(two_runs):
         "stable_rank",
         "sigma_max",
         "sigma_min",
+        "bound",
         "heatmap_entropy_share_scores",
         "spectrum_query",
     }
