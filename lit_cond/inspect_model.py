@@ -13,9 +13,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from lit_cond.errors import LitCondError
-from lit_cond.inspect_data import fit_to_model, read_data
-from lit_cond.inspect_numbers import Numbers, measure_numbers
-from lit_cond.inspect_table import add_numbers, format_numbers
+from lit_cond.inspection.as_json import add_numbers
+from lit_cond.inspection.data import fit_to_model, read_data
+from lit_cond.inspection.numbers import Numbers, measure_numbers
+from lit_cond.inspection.table import format_numbers
 from lit_cond.named_models import META_ABOVE, NamedModel, build_named
 from lit_cond.surgery import TokenSite, find_token_sites
 from lit_cond.surgery.samples import sampled_parts
@@ -66,7 +67,11 @@ def main(arguments: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="NAME_OR_PATH")
-    parser.add_argument("--json", action="store_true", help="print JSON, every layer for itself")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help='print JSON, every layer for itself; an infinite number is the text "inf", one that was not measured null',
+    )
     parser.add_argument("--full", action="store_true", help="print every layer for itself")
     parser.add_argument(
         "--device",
@@ -110,7 +115,7 @@ def _inspect(options: argparse.Namespace) -> bool:
         data = fit_to_model(data, model, options.data)
     survey = survey_attention(model, trace=not options.no_trace)
     tokens = _tokens(model, survey)
-    numbers = None if options.no_numbers else measure_numbers(model, survey, data)
+    numbers = None if options.no_numbers else measure_numbers(model, survey, data, _known(tokens))
     if options.json:
         content = survey_as_dict(survey, tokens)
         if numbers is not None:
@@ -128,6 +133,10 @@ def _tokens(model: nn.Module, survey: Survey) -> Sequence[TokenSite] | LitCondEr
         return find_token_sites(model)
     except LitCondError as error:
         return error
+
+
+def _known(tokens: Sequence[TokenSite] | LitCondError) -> Sequence[TokenSite]:
+    return [] if isinstance(tokens, LitCondError) else tokens
 
 
 def _as_dict(named: NamedModel) -> dict[str, Any]:

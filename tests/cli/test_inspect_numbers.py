@@ -8,11 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from lit_cond import WeightRule, condition_, inspect_entropy, uncondition_
+from lit_cond import WeightRule, condition_, uncondition_
 from lit_cond.callbacks import SpectralConditioning
 from lit_cond.functional import predicted_attention_entropy
-from lit_cond.inspect_numbers import AS_IT_IS, CORRECTIONS, measure_numbers
-from lit_cond.inspect_table import add_numbers, format_numbers, saturation_warnings
+from lit_cond.inspection import attention as inspected_attention
+from lit_cond.inspection.as_json import add_numbers
+from lit_cond.inspection.numbers import AS_IT_IS, measure_numbers
+from lit_cond.inspection.table import format_numbers, saturation_warnings
+from lit_cond.inspection.weights import CORRECTIONS
 from lit_cond.surgery import MatrixLayout, RowSet, WeightView, find_attention
 from lit_cond.surgery.apply import effective_matrix
 from lit_cond.surgery.samples import Sample
@@ -205,7 +208,7 @@ def test_what_is_not_finite_is_named_and_the_rest_is_measured():
     assert [set(layer.softmax) for layer in numbers.layers] == [{AS_IT_IS, *LABELS}, set(), {AS_IT_IS, *LABELS}]
     assert numbers.notes == ()
     lines = format_numbers(survey, numbers)
-    assert lines[lines.index("not measured") + 1] == "  blocks.1.attn: key: it holds NaN or Inf"
+    assert lines[lines.index("not measured, or not possible") + 1] == "  blocks.1.attn: key: it holds NaN or Inf"
     content = add_numbers(survey_as_dict(survey), survey, numbers)
     broken = content["layers"][1]["matrices"][1]["numbers"]
     assert broken["condition_number"] is broken["stable_rank"] is None
@@ -541,7 +544,7 @@ def test_a_layer_that_can_not_be_watched_is_predicted_with_the_reason():
 
 
 def test_a_large_sample_input_is_not_run_and_the_attention_predicted(monkeypatch):
-    monkeypatch.setattr(inspect_entropy, "_LARGEST_SAMPLE", 4 * TOKENS * INPUTS - 1)
+    monkeypatch.setattr(inspected_attention, "_LARGEST_SAMPLE", 4 * TOKENS * INPUTS - 1)
     model = model_of("separate", depth=1)
     for samples, source in ((3, "sample"), (4, "predicted")):
         model.example_input_array = torch.randn(samples, TOKENS, INPUTS)

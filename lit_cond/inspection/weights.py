@@ -1,36 +1,27 @@
-"""The numbers of `inspect`: how the weights are conditioned, and what each correction would make of them.
-
-Nothing is trained and the model stays as it was: a correction is put on by `condition_`, looked at, and taken back.
-"""
+"""Query, key and value matrices in numbers, and what each correction would make of them."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lit_cond.errors import LitCondError, LostTargetError
+from lit_cond.errors import LostTargetError
 from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
 from lit_cond.functional.corrections import identity_correction
 from lit_cond.functional.extremes import extreme_singular_values
-from lit_cond.inspect_entropy import Softmax, inputs_of, measured, predicted
-from lit_cond.surgery.apply import compute_correction, condition_, existing, uncondition_
+from lit_cond.surgery.apply import compute_correction, existing
 from lit_cond.surgery.parallel import side_by_side
+from lit_cond.surgery.report import WeightReport, well_conditioned
 from lit_cond.surgery.rules import WeightRule
-from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import AttentionSite, Role, WeightView
-from lit_cond.surgery.survey import Survey
-from lit_cond.surgery.weights import conditioned_weights, gathered
+from lit_cond.surgery.weights import gathered
 
-__all__ = ["AS_IT_IS", "CORRECTIONS", "LayerNumbers", "MatrixNumbers", "Numbers", "measure_numbers"]
-
-AS_IT_IS = "as it is"
-"""The label of a model without a further correction."""
+__all__ = ["CORRECTIONS", "MatrixNumbers", "better_than_chance", "measure_matrices"]
 
 CORRECTIONS: Mapping[str, WeightRule] = {
     "spectral": WeightRule(),
@@ -39,9 +30,6 @@ CORRECTIONS: Mapping[str, WeightRule] = {
 }
 """The corrections whose effect is computed: the default, and the practical variant at 1 and at the paper's 10."""
 
-_WITHOUT_VALUES = (
-    "the weights are on the meta device and have no values; with --device cpu and without --no-trace they have some"
-)
 # Entries of the matrices that are decomposed in one go: copies in float64 that stay in the cache.
 _CHUNK = 2**19
 # Relative errors that do no harm: of singular values as they are, and of those that a correction would leave.
@@ -76,108 +64,7 @@ class MatrixNumbers:
     reason: str | None = None
 
 
-@dataclass(frozen=True)
-class LayerNumbers:
-    """One attention layer in numbers.
-
-    Args:
-        matrices: Its matrices, in the order of the site.
-        softmax: The attention as it is and under each correction, by label; why it is not known as a text.
-    """
-
-    matrices: tuple[MatrixNumbers, ...]
-    softmax: Mapping[str, Softmax | str]
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A model in numbers.
-
-    Args:
-        layers: The attention layers, in the order of the survey.
-        reason: Why there are no numbers; None where there are.
-        carried: The corrections that the weights carry already, one phrase for each kind.
-        notes: What could not be measured or computed, and why.
-    """
-
-    layers: tuple[LayerNumbers, ...] = ()
-    reason: str | None = None
-    carried: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@torch.no_grad()
-def measure_numbers(model: nn.Module, survey: Survey, data: Sample | None = None) -> Numbers:
-    """Measure the attention layers of a model and what each of `CORRECTIONS` would make of them.
-
-    Where weights carry a correction, a further one is not asked for: their condition numbers are those of the effective
-    weights, and those without the correction stand beside them.
-
-    Args:
-        model: The model; it is given back as it was.
-        survey: Its attention layers.
-        data: A batch for the attention entropy; None takes what the model says of its inputs. Layers that can not be
-            watched while they run are predicted.
-    """
-    if any(parameter.is_meta for parameter in model.parameters()):
-        return Numbers(reason=_WITHOUT_VALUES)
-    carried = _carried(model)
-    labels: Mapping[str, WeightRule] = {} if carried else CORRECTIONS
-    matrices = _measure_sites(survey.sites, labels, carried=bool(carried))
-    healthy = [
-        site
-        for site, numbers in zip(survey.sites, matrices, strict=True)
-        if numbers and all(n.reason is None for n in numbers)
-    ]
-    softmax: dict[int, dict[str, Softmax | str]] = defaultdict(dict)
-    notes: list[str] = []
-    inputs = inputs_of(model, data)
-    for label, rule in [(AS_IT_IS, None), *labels.items()] if healthy else []:
-        try:
-            with _corrected(model, rule, healthy):
-                seen = measured(healthy, inputs)
-                for site in healthy:
-                    found = seen.get(site.name, inputs.left_out)
-                    softmax[id(site)][label] = found if isinstance(found, Softmax) else _instead(site, found)
-        except LitCondError as error:
-            notes.append(f"attention with the correction {label} is not known: {error}")
-    layers = zip(survey.sites, matrices, strict=True)
-    return Numbers(
-        tuple(LayerNumbers(numbers, softmax[id(site)]) for site, numbers in layers), None, carried, tuple(notes)
-    )
-
-
-def _instead(site: AttentionSite, why: str | None) -> Softmax | str:
-    """Return a prediction for a layer that could not be watched; why there is none, if there is none."""
-    prediction = predicted(site)
-    if why is None:
-        return prediction
-    return replace(prediction, reason=why) if isinstance(prediction, Softmax) else f"{why}; {prediction}"
-
-
-def _carried(model: nn.Module) -> tuple[str, ...]:
-    """Return the corrections that the weights of a model carry, live or baked into them."""
-    terms = [term for _, weight in conditioned_weights(model) for term in weight.terms]
-    return tuple(
-        dict.fromkeys(f"{t.rule.correction}, scale {t.rule.scale}, strength {float(t.strength):g}" for t in terms)
-    )
-
-
-@contextmanager
-def _corrected(model: nn.Module, rule: WeightRule | None, sites: Sequence[AttentionSite]) -> Iterator[None]:
-    """Put a correction on some layers of a model for a while; None leaves it as it is."""
-    if rule is None:
-        yield
-        return
-    rule = replace(rule, include=[site.name for site in sites])
-    condition_(model, rule)
-    try:
-        yield
-    finally:
-        uncondition_(model, rule)
-
-
-def _measure_sites(
+def measure_matrices(
     sites: Sequence[AttentionSite], labels: Mapping[str, WeightRule], *, carried: bool
 ) -> list[tuple[MatrixNumbers, ...]]:
     """Return the numbers of all matrices, by layer; a matrix that serves several layers or roles is measured once."""
@@ -219,8 +106,7 @@ def _chunks(views: Mapping[object, WeightView]) -> list[list[object]]:
     alike: dict[object, list[object]] = defaultdict(list)
     for key, view in views.items():
         parameter = view.parameter
-        shape = (len(view.layout.rows), view.in_features)
-        alike[shape, parameter.dtype, parameter.device, view.layout.groups > 1].append(key)
+        alike[_shape(view), parameter.dtype, parameter.device, view.layout.groups > 1].append(key)
     chunks = []
     for mark, keys in alike.items():
         (rows, columns), grouped = mark[0], mark[3]  # type: ignore[index]
@@ -285,3 +171,17 @@ def _after(rule: WeightRule, views: Sequence[WeightView], plain: Tensor, largest
         return torch.where(largest == 0, math.inf, 2 * largest / (largest + smallest))
     corrected = plain + identity_correction(plain, rule.scale)
     return _ends(corrected.to(plain.dtype), _RTOL_AFTER)[2]
+
+
+def better_than_chance(sites: Sequence[AttentionSite], matrices: Sequence[Sequence[MatrixNumbers]]) -> float | None:
+    """Return the median condition number of weights that were not left to chance, as those of a conditioned run."""
+    return well_conditioned(
+        WeightReport(site.name, role, _shape(view), None, "", found.kappa, found.kappa, torch.empty(0), ())
+        for site, numbers in zip(sites, matrices, strict=True)
+        for (role, view), found in zip(site, numbers, strict=True)
+        if found.reason is None
+    )
+
+
+def _shape(view: WeightView) -> tuple[int, int]:
+    return len(view.layout.rows), view.in_features

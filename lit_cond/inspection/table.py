@@ -1,20 +1,24 @@
-"""The numbers of `inspect` as lines of text and as plain values for JSON."""
+"""The numbers of `inspect` as lines of text."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
 
-from lit_cond.inspect_entropy import COLLAPSED, Softmax
-from lit_cond.inspect_numbers import AS_IT_IS, CORRECTIONS, LayerNumbers, MatrixNumbers, Numbers
+from lit_cond.inspection.attention import COLLAPSED, Softmax
+from lit_cond.inspection.numbers import AS_IT_IS, LayerNumbers, Numbers
+from lit_cond.inspection.tokens import TOKEN_CORRECTIONS
+from lit_cond.inspection.weights import CORRECTIONS, MatrixNumbers
 from lit_cond.surgery.folding import fold, joined_name, ranges
 from lit_cond.surgery.survey import Survey
 from lit_cond.surgery.table import aligned, layer_groups, survey_rows
 
-__all__ = ["add_numbers", "format_numbers", "saturation_warnings"]
+__all__ = ["format_numbers", "saturation_warnings"]
 
+_CONDITIONED = (
+    "square matrices are better conditioned than random ones (median {:.3g}), as the effective weights of a "
+    "conditioned run are: SpectralConditioning would refuse them"
+)
 _SOURCES = {
     "predicted": "predicted for LayerNorm'd Gaussian tokens, without biases, positions and masks",
     "sample": "measured on the model's own sample input",
@@ -38,9 +42,10 @@ def format_numbers(survey: Survey, numbers: Numbers, *, full: bool = False) -> l
     names = [joined_name([survey.sites[i].name for i in group]) or "the model itself" for group in groups]
     lines = [
         *_weight_lines(groups, names, numbers),
+        *_token_lines(numbers),
         *_softmax_lines(groups, names, numbers),
         *_block("", saturation_warnings(survey, numbers)),
-        *_block("not measured", [*_reasons(survey, numbers), *numbers.notes]),
+        *_block("not measured, or not possible", [*_reasons(survey, numbers), *numbers.notes]),
     ]
     return lines[1:]
 
@@ -76,11 +81,30 @@ def _weight_lines(groups: Sequence[Sequence[int]], names: Sequence[str], numbers
         ]
     else:
         title = ["condition numbers of the weights (largest over smallest singular value), and after each correction"]
+        if numbers.conditioned is not None:
+            title.append(_CONDITIONED.format(numbers.conditioned))
     return ["", *title, "", *aligned(cells)]
 
 
 def _after(label: str) -> Callable[[MatrixNumbers], float | None]:
     return lambda numbers: numbers.after.get(label)
+
+
+def _token_lines(numbers: Numbers) -> list[str]:
+    known = [tokens for tokens in numbers.tokens if tokens.reason is None]
+    if not known:
+        return []
+    carried = any(tokens.without is not None for tokens in known)
+    header = ["tokens that enter", "kappa", *(["kappa without"] if carried else TOKEN_CORRECTIONS)]
+    cells = [header]
+    for tokens in known:
+        others = [tokens.without] if carried else [tokens.after.get(label) for label in TOKEN_CORRECTIONS]
+        shown = [_span([tokens.kappa]), *("-" if value is None else _span([value]) for value in others)]
+        cells.append([tokens.name or "the model itself", *shown])
+    title = "condition numbers of the tokens, mean over samples" + (
+        ", corrected and without the correction" if carried else ", and after each correction"
+    )
+    return ["", title, "", *aligned(cells)]
 
 
 def _softmax_lines(groups: Sequence[Sequence[int]], names: Sequence[str], numbers: Numbers) -> list[str]:
@@ -145,6 +169,9 @@ def _reasons(survey: Survey, numbers: Numbers) -> list[str]:
         reasons += [(f"{n.role}: {n.reason}", site.name) for n in layer.matrices if n.reason is not None]
         texts = [s if isinstance(s, str) else s.reason for s in layer.softmax.values()]
         reasons += [(f"attention {text}", site.name) for text in dict.fromkeys(texts) if text is not None]
+    for tokens in numbers.tokens:
+        texts = [tokens.reason, *(f"no {label} correction: {why}" for label, why in tokens.refused.items())]
+        reasons += [(f"tokens {text}", tokens.name) for text in texts if text is not None]
     return [
         f"{joined_name([reasons[i][1] for i in group]) or 'the model itself'}: {reasons[group[0]][0]}"
         for group in fold(reasons)
@@ -169,62 +196,3 @@ def _number(value: float) -> str:
 
 def _share(value: float) -> str:
     return f"{value:.2f}"
-
-
-def add_numbers(content: dict[str, Any], survey: Survey, numbers: Numbers) -> dict[str, Any]:
-    """Return the survey as plain values with the numbers in their places.
-
-    Args:
-        content: What `survey_as_dict` returned. Each matrix gets "numbers", each layer "attention", both None where
-            there are none; "numbers" at the top says why.
-        survey: The attention layers.
-        numbers: Their numbers. In JSON infinity is the text "inf" and what could not be measured is null.
-    """
-    layers = []
-    for index, layer in enumerate(content["layers"]):
-        known = numbers.layers[index] if numbers.layers else None
-        matrices = [
-            {**matrix, "numbers": None if known is None else _matrix_as_dict(known.matrices[place])}
-            for place, matrix in enumerate(layer["matrices"])
-        ]
-        attention = None if known is None else _softmax_as_dict(known.softmax)
-        layers.append({**layer, "matrices": matrices, "attention": attention})
-    top = {
-        "reason": numbers.reason,
-        "corrections": {
-            label: {"correction": rule.correction, "scale": rule.scale, "strength": rule.strength}
-            for label, rule in CORRECTIONS.items()
-        },
-        "carried": list(numbers.carried),
-        "warnings": saturation_warnings(survey, numbers) if numbers.layers else [],
-        "notes": list(numbers.notes),
-    }
-    return {**content, "layers": layers, "numbers": top}
-
-
-def _matrix_as_dict(numbers: MatrixNumbers) -> dict[str, Any]:
-    return {
-        "condition_number": _plain(numbers.kappa),
-        "without_correction": _plain(numbers.without),
-        "sigma_max": _plain(numbers.sigma_max),
-        "sigma_min": _plain(numbers.sigma_min),
-        "stable_rank": _plain(numbers.stable_rank),
-        "condition_number_after": {label: _plain(value) for label, value in numbers.after.items()},
-        "reason": numbers.reason,
-    }
-
-
-def _softmax_as_dict(softmax: Mapping[str, Softmax | str]) -> dict[str, Any]:
-    return {
-        label: {"reason": value}
-        if isinstance(value, str)
-        else {**{key: _plain(v) for key, v in asdict(value).items()}, "collapsed": value.collapsed}
-        for label, value in softmax.items()
-    }
-
-
-def _plain(value: Any) -> Any:
-    """Return a number that strict JSON can hold."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else "inf"

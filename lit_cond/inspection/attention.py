@@ -20,7 +20,7 @@ from lit_cond.surgery.apply import effective_matrix
 from lit_cond.surgery.samples import Sample, sampled_parts
 from lit_cond.surgery.sites import AttentionSite
 
-__all__ = ["COLLAPSED", "PROBE_TOKENS", "Inputs", "Softmax", "inputs_of", "measured", "predicted"]
+__all__ = ["COLLAPSED", "PROBE_TOKENS", "Inputs", "Softmax", "first_line", "inputs_of", "measured", "predicted"]
 
 COLLAPSED = 0.25
 """Share of the entropy of uniform attention below which the softmax hardly looks beyond one token."""
@@ -79,6 +79,18 @@ class Inputs:
     parts: tuple[tuple[nn.Module, tuple[Sample, ...]], ...]
     left_out: str | None = None
 
+    @contextmanager
+    def evaluating(self, part: nn.Module) -> Iterator[None]:
+        """Switch dropout off for a while, without `eval()`, which a user's module may have overridden."""
+        modes = [(module, module.training) for module in part.modules()]
+        try:
+            for module, _ in modes:
+                module.training = False
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
 
 def inputs_of(model: nn.Module, data: Sample | None = None) -> Inputs:
     """Return what to show a model: the data, else what the model, or parts of it, say of their inputs.
@@ -124,25 +136,12 @@ def measured(sites: Sequence[AttentionSite], inputs: Inputs) -> dict[str, Softma
             left = [s for s in sites if s.module in inside and not isinstance(found.get(s.name), Softmax)]
             if not left:
                 break
-            with _evaluating(part):
+            with inputs.evaluating(part):
                 problems = observe_forward(part, left, sample, note)
             for name, problem in problems.items():
                 if not isinstance(found.get(name), Softmax):
-                    found[name] = f"not measured: {_text(problem)}"
+                    found[name] = f"not measured: {first_line(problem)}"
     return found
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch dropout off for a while, without `model.eval()`, which a user's module may have overridden."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        for module, _ in modes:
-            module.training = False
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
 
 
 def _summary(observed: ObservedAttention, source: Source) -> Softmax | str:
@@ -160,7 +159,7 @@ def _mean(values: Tensor) -> float:
     return float(values.nanmean())
 
 
-def _text(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     """Return the first line of what went wrong, with its kind where it is not one of ours."""
     text = (str(error).strip().splitlines() or [""])[0]
     return text if isinstance(error, LitCondError) else f"{type(error).__name__}: {text}"
