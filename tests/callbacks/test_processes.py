@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["ddp_spawn", "ddp_fork", "ddp", "model_parallel"])
+@pytest.mark.parametrize("case", ["ddp_spawn", "ddp_fork", "ddp", "monitored", "model_parallel"])
 def test_two_processes(tmp_path, case):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
