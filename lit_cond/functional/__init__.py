@@ -16,6 +16,7 @@ from lit_cond.functional.jacobian import (
     attention_jacobian_singular_values,
 )
 from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bound
+from lit_cond.functional.jacobian_heads import attention_jacobian_spectra
 from lit_cond.functional.polar import PolarBackend, largest_singular_value, polar_factor
 from lit_cond.functional.schedules import (
     ScheduleName,
@@ -40,6 +41,7 @@ __all__ = [
     "attention_entropy",
     "attention_jacobian_gram",
     "attention_jacobian_singular_values",
+    "attention_jacobian_spectra",
     "attention_probabilities",
     "condition_number",
     "condition_of_spectrum",

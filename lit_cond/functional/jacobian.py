@@ -24,14 +24,14 @@ from torch import Tensor
 from torch.linalg import LinAlgError  # type: ignore[attr-defined]
 
 from lit_cond.errors import ConfigurationError
-from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
+from lit_cond.functional.condition_number import condition_of_spectrum, singular_tolerance, singular_values
 from lit_cond.functional.head_derivatives import HeadDerivatives, head_derivatives
 
 __all__ = ["JacobianSpectrum", "attention_jacobian_gram", "attention_jacobian_singular_values"]
 
 # Up to this condition number of J the eigenvalues of its float64 Gram matrix are trusted: squaring costs sigma_min a
 # relative error of some eps * kappa^2, here 2e-6 times a small factor.
-_GRAM_LIMIT = 1e5
+GRAM_LIMIT = 1e5
 
 
 @dataclass(frozen=True)
@@ -186,15 +186,28 @@ def attention_jacobian_singular_values(
     chosen, exact = _choose(probabilities, rows, value.shape[-1], max_rows)
     tensors = (query_tokens, key_tokens, value_tokens, query, key, value, probabilities)
     parts = head_derivatives(*tensors, scale, chosen, (query_maps, key_maps, value_maps))
-    narrow = any(t.dtype != torch.float64 for t in tensors)
-    floor = torch.finfo(torch.float32).eps if narrow else 0.0
     return JacobianSpectrum(
         values=_values(parts) * parts.unit if parts.finite else parts.m.new_full((parts.rows,), math.nan),
         tokens=tuple(chosen.tolist()),
         exact=exact,
         parameters=parts.parameters,
-        rtol=max(max(parts.rows, parts.parameters) * torch.finfo(torch.float64).eps, floor),
+        rtol=jacobian_tolerance(tensors, parts.rows, parts.parameters),
     )
+
+
+def jacobian_tolerance(tensors: tuple[Tensor, ...], rows: int, parameters: int) -> float:
+    """Return the part of the largest singular value up to which one counts as zero.
+
+    Args:
+        tensors: What the Jacobian was made from.
+        rows: Outputs.
+        parameters: Entries of W_Q, W_K and W_V.
+
+    Returns:
+        The rounding of the computation, or that of the inputs if one of them is narrower than float64.
+    """
+    narrow = any(t.dtype != torch.float64 for t in tensors)
+    return singular_tolerance((rows, parameters), torch.float32 if narrow else torch.float64)
 
 
 def _choose(probabilities: Tensor, rows: Tensor | None, channels: int, max_rows: int) -> tuple[Tensor, bool]:
@@ -232,7 +245,7 @@ def _values(parts: HeadDerivatives) -> Tensor:
     try:
         eigenvalues: Tensor = torch.linalg.eigvalsh(parts.gram())
         values = eigenvalues.flip(-1).clamp_min(0).sqrt()
-        if bool(values[-1] * _GRAM_LIMIT > values[0]):
+        if bool(values[-1] * GRAM_LIMIT > values[0]):
             return values
     except LinAlgError:  # finite data, and LAPACK gave up: the other route decides
         pass

@@ -14,7 +14,7 @@ from lit_cond.functional import (
     attention_jacobian_singular_values,
     attention_probabilities,
 )
-from lit_cond.functional.jacobian import _GRAM_LIMIT
+from lit_cond.functional.jacobian import GRAM_LIMIT
 
 INF, NAN = float("inf"), float("nan")
 
@@ -111,7 +111,7 @@ def test_gram_equals_autograd(case, seed):
 @pytest.mark.parametrize("route", ["gram", "factors"])
 def test_singular_values_equal_autograd(case, route, monkeypatch):
     if route == "factors":
-        monkeypatch.setattr("lit_cond.functional.jacobian._GRAM_LIMIT", 0.0)
+        monkeypatch.setattr("lit_cond.functional.jacobian.GRAM_LIMIT", 0.0)
     head = Head(**CASES[case], seed=2)
     j = head.jacobian()
     found = attention_jacobian_singular_values(**head.arguments())
@@ -178,7 +178,7 @@ def test_both_routes_are_taken():
         attention_jacobian_singular_values(**graded(kappa, n=8, width=16, d=4, v=4).arguments()).condition
         for kappa in (1e1, 1e4)
     ]
-    assert conditions[0] < _GRAM_LIMIT < conditions[1]
+    assert conditions[0] < GRAM_LIMIT < conditions[1]
 
 
 def test_more_outputs_than_parameters():

@@ -1,0 +1,174 @@
+"""What measuring costs, as ratios of times taken in turn in one process.
+
+    python scripts/benchmark_monitors.py [--only weights jacobian] [--rounds 5] [--threads 1]
+
+Parts:
+
+- weights: the two ends of the spectra of 36 weights of 768 x 768 (a ViT-B: query, key and value of 12 layers), against
+  `torch.linalg.cond` matrix by matrix, for weights as they are initialised and as spectral conditioning leaves them.
+- jacobian: the Jacobians of all 16 heads of the digits model (17 tokens, 64 wide, 16 channels a head), against
+  `torch.autograd.functional.jacobian` head by head, in float64: condition numbers by us against the forming of the
+  matrices alone, and against condition numbers from their singular values.
+
+"ratio" is the median over rounds of the other's time over ours, "worst" its smallest; "error" is the largest relative
+error of ours against a float64 SVD of the same numbers, "other's" that of the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lit_cond.functional import (
+    attention_jacobian_spectra,
+    attention_probabilities,
+    extreme_singular_values,
+    spectral_correction,
+)
+from lit_cond.surgery.parallel import side_by_side
+
+LAYERS, HEADS, TOKENS, WIDTH, CHANNELS = 4, 4, 17, 64, 16  # configs/image_classification/digits_vit.yaml
+
+
+@dataclass
+class Comparison:
+    """Times of two ways to the same numbers, in seconds, one pair a round."""
+
+    name: str
+    other: list[float] = field(default_factory=list)
+    ours: list[float] = field(default_factory=list)
+    error: float = 0.0
+    other_error: float = 0.0
+
+    def row(self) -> str:
+        """Return one line of the table."""
+        ratios = [other / ours for other, ours in zip(self.other, self.ours, strict=True)]
+        return (
+            f"{self.name:44} {statistics.median(self.other) * 1e3:10.1f} {statistics.median(self.ours) * 1e3:9.1f} "
+            f"{statistics.median(ratios):7.2f} {min(ratios):7.2f} {self.error:9.1e} {self.other_error:9.1e}"
+        )
+
+
+def seconds(function: Callable[[], object]) -> float:
+    """Return the time that a call takes."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def relative_error(found: Sequence[float], true: Sequence[float]) -> float:
+    """Return the largest relative error."""
+    return max(abs(a / b - 1) for a, b in zip(found, true, strict=True))
+
+
+def compare_weights(rounds: int) -> list[Comparison]:
+    """Compare the ends of spectra with condition numbers."""
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(768, 768, generator=generator) * 0.02 for _ in range(36)]
+    results = []
+    for kind, weights in {"initial": plain, "conditioned": [w + spectral_correction(w) for w in plain]}.items():
+        alone, together = Comparison(f"36 weights, {kind}"), Comparison(f"36 weights, {kind}, side by side")
+        for _ in range(rounds):
+            others, ours = [], []
+            for w in weights:  # in turn, so that a busy machine slows both
+                others.append(seconds(lambda w=w: torch.linalg.cond(w)))  # type: ignore[misc]
+                ours.append(seconds(lambda w=w: extreme_singular_values(w)))  # type: ignore[misc]
+            alone.other.append(sum(others))
+            alone.ours.append(sum(ours))
+            if torch.get_num_threads() > 1:
+                together.other.append(sum(others))
+                together.ours.append(seconds(lambda: side_by_side(extreme_singular_values, weights, weights)))  # noqa: B023
+        true = [torch.linalg.svdvals(w.double()) for w in weights]
+        ends = [extreme_singular_values(w) for w in weights]
+        alone.error = max(
+            relative_error([float(a), float(b)], [float(s[0]), float(s[-1])])
+            for (a, b), s in zip(ends, true, strict=True)
+        )
+        alone.other_error = relative_error(
+            [float(torch.linalg.cond(w)) for w in weights], [float(s[0] / s[-1]) for s in true]
+        )
+        together.error, together.other_error = alone.error, alone.other_error
+        results += [alone, together] if together.ours else [alone]
+    return results
+
+
+def compare_jacobians(rounds: int) -> list[Comparison]:
+    """Compare the closed form of the Jacobian with autograd."""
+    generator = torch.Generator().manual_seed(0)
+    scale = CHANNELS**-0.5
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    layers = [(draw(TOKENS, WIDTH), draw(3, HEADS, CHANNELS, WIDTH) / WIDTH**0.5) for _ in range(LAYERS)]
+
+    def autograd(x: Tensor, weights: Tensor) -> Tensor:
+        def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            p: Tensor = (scale * (x @ query.mT) @ (x @ key.mT).mT).softmax(dim=-1)
+            return p @ (x @ value.mT)
+
+        parts: tuple[Tensor, ...] = torch.autograd.functional.jacobian(output, tuple(weights))  # type: ignore[no-untyped-call]
+        whole: Tensor = torch.cat([part.flatten(2).flatten(0, 1) for part in parts], dim=1)
+        return whole
+
+    def conditions_by_autograd(x: Tensor, weights: Tensor) -> list[float]:
+        spectra = (torch.linalg.svdvals(autograd(x, weights[:, head])) for head in range(HEADS))
+        return [float(values[0] / values[-1]) for values in spectra]
+
+    def conditions(x: Tensor, weights: Tensor) -> list[float]:
+        q, k, v = x @ weights.mT
+        p = attention_probabilities(q, k, scale)
+        return [spectrum.condition for spectrum in attention_jacobian_spectra(x, x, x, q, k, v, p, scale)]
+
+    matrix = Comparison("16 Jacobians, by autograd alone; ours: kappa")
+    number = Comparison("16 Jacobians, kappa")
+    for _ in range(rounds):
+        formed, others, ours = [], [], []
+        for x, weights in layers:
+            formed.append(seconds(lambda x=x, w=weights: [autograd(x, w[:, head]) for head in range(HEADS)]))  # type: ignore[misc]
+            others.append(seconds(lambda x=x, w=weights: conditions_by_autograd(x, w)))  # type: ignore[misc]
+            ours.append(seconds(lambda x=x, w=weights: conditions(x, w)))  # type: ignore[misc]
+        matrix.other.append(sum(formed))
+        number.other.append(sum(others))
+        matrix.ours.append(sum(ours))
+        number.ours.append(sum(ours))
+    for layer in layers:
+        number.error = max(number.error, relative_error(conditions(*layer), conditions_by_autograd(*layer)))
+    matrix.error = number.error
+    return [matrix, number]
+
+
+# A third part, the whole monitor at its default intervals against the step that is not monitored, goes here: a function
+# from the number of rounds to comparisons, and its name below.
+PARTS: dict[str, Callable[[int], list[Comparison]]] = {"weights": compare_weights, "jacobian": compare_jacobians}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
+    parser.add_argument("--rounds", type=int, default=5, help="how often each part is run")
+    parser.add_argument("--threads", type=int, help="threads of torch; its own choice if left out")
+    options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {options.rounds} rounds")
+    print(
+        f"{'':44} {'other ms':>10} {'ours ms':>9} {'ratio':>7} {'worst':>7} {'error':>9} {'other s':>9}".replace(
+            "other s", "other's"
+        )
+    )
+    for part in options.only:
+        PARTS[part](1)  # warm
+        for comparison in PARTS[part](options.rounds):
+            print(comparison.row(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
