@@ -72,6 +72,7 @@ def _matrix_as_dict(numbers: MatrixNumbers) -> dict[str, Any]:
         "stable_rank": _plain(numbers.stable_rank),
         "condition_number_after": {label: _plain(value) for label, value in numbers.after.items()},
         "reason": numbers.reason,
+        "fixed": numbers.fixed,
     }
 
 

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from lit_cond.errors import ConfigurationError, LitCondError
+from lit_cond.errors import LitCondError
 from lit_cond.functional.attention import predicted_attention_entropy
 from lit_cond.measuring.observe import ObservedAttention
 from lit_cond.measuring.probes import observe_forward
 from lit_cond.measuring.quantities import entropy_numbers
 from lit_cond.surgery.apply import effective_matrix
 from lit_cond.surgery.samples import Sample, sampled_parts
-from lit_cond.surgery.sites import AttentionSite
+from lit_cond.surgery.sites import AttentionSite, WeightView, own_parameter
 
 __all__ = ["COLLAPSED", "PROBE_TOKENS", "Inputs", "Softmax", "first_line", "inputs_of", "measured", "predicted"]
 
@@ -186,12 +186,19 @@ def predicted(site: AttentionSite) -> Softmax | str:
         return "not predicted without the number of heads"
     try:
         entropy = predicted_attention_entropy(
-            effective_matrix(query).float(),
-            effective_matrix(key).float(),
+            _read(query),
+            _read(key),
             site.num_heads,
             PROBE_TOKENS,
             num_sequences=_SEQUENCES,
         )
-    except ConfigurationError as error:
+    except LitCondError as error:
         return f"not predicted: {error}"
     return Softmax(entropy, entropy / math.log(PROBE_TOKENS), "predicted")
+
+
+def _read(view: WeightView) -> Tensor:
+    """Return a projection (rows, in_features) as the forward pass reads it, corrected, parametrized or neither."""
+    if own_parameter(view.module, view.tensor_name) is not None:
+        return effective_matrix(view).float()
+    return view.layout.matrix(view.as_read().detach()).float()

@@ -96,14 +96,17 @@ def measure_numbers(
         for site, numbers in zip(survey.sites, matrices, strict=True)
         if numbers and all(n.reason is None for n in numbers)
     ]
+    fixed = {id(s) for s, numbers in zip(survey.sites, matrices, strict=True) if any(n.fixed for n in numbers)}
+    free = [site for site in healthy if id(site) not in fixed]
     softmax: dict[int, dict[str, Softmax | str]] = defaultdict(dict)
     notes: list[str] = []
     inputs = inputs_of(model, data)
-    for label, rule in [(AS_IT_IS, None), *labels.items()] if healthy else []:
+    for label, rule in [(AS_IT_IS, None), *(labels.items() if free else ())] if healthy else []:
         try:
-            with _corrected(model, rule, healthy):
-                seen = measured(healthy, inputs)
-                for site in healthy:
+            sites = healthy if rule is None else free
+            with _corrected(model, rule, sites):
+                seen = measured(sites, inputs)
+                for site in sites:
                     found = seen.get(site.name, inputs.left_out)
                     softmax[id(site)][label] = found if isinstance(found, Softmax) else _instead(site, found)
         except LitCondError as error:

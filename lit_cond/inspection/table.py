@@ -167,6 +167,8 @@ def _reasons(survey: Survey, numbers: Numbers) -> list[str]:
     reasons = []
     for site, layer in zip(survey.sites, numbers.layers, strict=True):
         reasons += [(f"{n.role}: {n.reason}", site.name) for n in layer.matrices if n.reason is not None]
+        fixed = dict.fromkeys(n.fixed for n in layer.matrices if n.fixed is not None)
+        reasons += [(f"no correction: {why}", site.name) for why in fixed]
         texts = [s if isinstance(s, str) else s.reason for s in layer.softmax.values()]
         reasons += [(f"attention {text}", site.name) for text in dict.fromkeys(texts) if text is not None]
     for tokens in numbers.tokens:

@@ -52,6 +52,7 @@ class MatrixNumbers:
         without: Condition number without the correction that the model carries; None where it carries none.
         after: Condition number that each correction would leave, by its label.
         reason: Why the matrix was not measured; its numbers are NaN then.
+        fixed: Why no correction can be put on it, as on what a parametrization computes; `after` is empty then.
     """
 
     role: Role
@@ -62,6 +63,7 @@ class MatrixNumbers:
     without: float | None = None
     after: Mapping[str, float] = field(default_factory=dict)
     reason: str | None = None
+    fixed: str | None = None
 
 
 def measure_matrices(
@@ -70,7 +72,7 @@ def measure_matrices(
     """Return the numbers of all matrices, by layer; a matrix that serves several layers or roles is measured once."""
     readable: dict[object, WeightView] = {}
     keys: list[list[tuple[Role, object]]] = []
-    lost: dict[object, str] = {}
+    measured: dict[object, MatrixNumbers] = {}
     for site in sites:
         keys.append([])
         for role, view in site:
@@ -79,7 +81,7 @@ def measure_matrices(
                 readable.setdefault(key, view)
             except LostTargetError as error:
                 key = view
-                lost[key] = str(error)
+                measured[key] = _as_read(view, str(error))
             keys[-1].append((role, key))
     chunks = _chunks(readable)
     results = side_by_side(
@@ -87,18 +89,18 @@ def measure_matrices(
         chunks,
         [readable[chunk[0]].parameter for chunk in chunks],
     )
-    measured = {
-        key: numbers
-        for chunk, found in zip(chunks, results, strict=True)
-        for key, numbers in zip(chunk, found, strict=True)
-    }
-    return [
-        tuple(
-            MatrixNumbers(role, reason=lost[key]) if key in lost else replace(measured[key], role=role)
-            for role, key in layer
-        )
-        for layer in keys
-    ]
+    for chunk, found in zip(chunks, results, strict=True):
+        measured.update(zip(chunk, found, strict=True))
+    return [tuple(replace(measured[key], role=role) for role, key in layer) for layer in keys]
+
+
+def _as_read(view: WeightView, why: str) -> MatrixNumbers:
+    """Return the numbers of a matrix that no parameter holds, as the module reads it."""
+    try:
+        matrix = view.layout.matrix(view.as_read().detach())
+    except LostTargetError:
+        return MatrixNumbers("query", reason=why)
+    return replace(_numbers(matrix.unsqueeze(0))[0], fixed=why)
 
 
 def _chunks(views: Mapping[object, WeightView]) -> list[list[object]]:
@@ -123,25 +125,26 @@ def _measure_chunk(views: Sequence[WeightView], labels: Mapping[str, WeightRule]
             for view, weight in zip(views, weights, strict=True)
         ]
     )
-    largest, smallest, kappa = _ends(plain, _RTOL)
-    stable = torch.where(largest == 0, 0.0, plain.double().square().sum(dim=(-2, -1)) / largest.square())
-    after = {label: _after(rule, views, plain, largest, smallest) for label, rule in labels.items()}
+    numbers = _numbers(plain)
+    after = {label: _after(rule, views, plain, numbers) for label, rule in labels.items()}
     without = [
         None if weight is None else float(_ends(view.layout.matrix(gathered(weight.current_raw)), _RTOL)[2])
         for view, weight in zip(views, weights, strict=True)
     ]
     return [
-        MatrixNumbers(
-            "query",
-            float(kappa[i]),
-            float(largest[i]),
-            float(smallest[i]),
-            float(stable[i]),
-            without[i],
-            {label: float(values[i]) for label, values in after.items()},
-            "it holds NaN or Inf" if math.isnan(kappa[i]) else None,
-        )
-        for i in range(len(views))
+        replace(found, without=raw, after={label: values[i] for label, values in after.items()})
+        for i, (found, raw) in enumerate(zip(numbers, without, strict=True))
+    ]
+
+
+def _numbers(matrices: Tensor) -> list[MatrixNumbers]:
+    """Return the numbers of matrices (count, m, n) as they are; their role is set later."""
+    largest, smallest, kappa = _ends(matrices, _RTOL)
+    stable = torch.where(largest == 0, 0.0, matrices.double().square().sum(dim=(-2, -1)) / largest.square())
+    columns = (column.tolist() for column in (kappa, largest, smallest, stable))
+    return [
+        MatrixNumbers("query", k, s_max, s_min, rank, reason="it holds NaN or Inf" if math.isnan(k) else None)
+        for k, s_max, s_min, rank in zip(*columns, strict=True)
     ]
 
 
@@ -157,20 +160,24 @@ def _ends(matrices: Tensor, rtol: float) -> tuple[Tensor, Tensor, Tensor]:
     return largest, smallest, condition_of_spectrum(ends, matrices.shape, matrices.dtype)
 
 
-def _after(rule: WeightRule, views: Sequence[WeightView], plain: Tensor, largest: Tensor, smallest: Tensor) -> Tensor:
+def _after(
+    rule: WeightRule, views: Sequence[WeightView], plain: Tensor, numbers: Sequence[MatrixNumbers]
+) -> list[float]:
     """Return the condition numbers that a correction would leave of matrices (count, m, n)."""
     if views[0].layout.groups > 1:
         # What a row does not see stays zero, so that C is not the one of the whole matrix.
         view, raw = views[0], gathered(views[0].parameter.detach())
         if not raw.isfinite().all():
-            return torch.full_like(largest, math.nan)
+            return [math.nan]
         full = compute_correction(rule, [(view.layout, 1)], raw)
-        return _ends(view.layout.matrix((raw.to(full.dtype) + full).to(raw.dtype)).unsqueeze(0), _RTOL_AFTER)[2]
-    if rule.correction == "spectral":
+        corrected = view.layout.matrix((raw.to(full.dtype) + full).to(raw.dtype)).unsqueeze(0)
+    elif rule.correction == "spectral":
         # Every singular value s becomes s + s_1.
-        return torch.where(largest == 0, math.inf, 2 * largest / (largest + smallest))
-    corrected = plain + identity_correction(plain, rule.scale)
-    return _ends(corrected.to(plain.dtype), _RTOL_AFTER)[2]
+        return [2 * n.sigma_max / (n.sigma_max + n.sigma_min) if n.sigma_max else math.inf for n in numbers]
+    else:
+        corrected = (plain + identity_correction(plain, rule.scale)).to(plain.dtype)
+    after: list[float] = _ends(corrected, _RTOL_AFTER)[2].tolist()
+    return after
 
 
 def better_than_chance(sites: Sequence[AttentionSite], matrices: Sequence[Sequence[MatrixNumbers]]) -> float | None:
@@ -179,7 +186,7 @@ def better_than_chance(sites: Sequence[AttentionSite], matrices: Sequence[Sequen
         WeightReport(site.name, role, _shape(view), None, "", found.kappa, found.kappa, torch.empty(0), ())
         for site, numbers in zip(sites, matrices, strict=True)
         for (role, view), found in zip(site, numbers, strict=True)
-        if found.reason is None
+        if found.reason is None and found.fixed is None
     )
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
-from lit_cond import WeightRule, condition_, uncondition_
+from lit_cond import TokenRule, WeightRule, condition_, fold_, uncondition_
 from lit_cond.callbacks import SpectralConditioning
 from lit_cond.functional import predicted_attention_entropy
 from lit_cond.inspection import attention as inspected_attention
@@ -16,7 +17,7 @@ from lit_cond.inspection.as_json import add_numbers
 from lit_cond.inspection.numbers import AS_IT_IS, measure_numbers
 from lit_cond.inspection.table import format_numbers, saturation_warnings
 from lit_cond.inspection.weights import CORRECTIONS
-from lit_cond.surgery import MatrixLayout, RowSet, WeightView, find_attention
+from lit_cond.surgery import MatrixLayout, RowSet, WeightView, find_attention, find_token_sites
 from lit_cond.surgery.apply import effective_matrix
 from lit_cond.surgery.samples import Sample
 from lit_cond.surgery.sites import AttentionSite
@@ -567,3 +568,111 @@ def test_large_matrices_against_numpy(shape):
     assert found.after["spectral"] == pytest.approx(2 * found.sigma_max / (found.sigma_max + found.sigma_min), rel=1e-6)
     for label, scale in (("identity 1", 1.0), ("identity 10", 10.0)):
         assert found.after[label] == pytest.approx(reference(matrix + scale * torch.eye(*shape))[0], rel=2e-2)
+
+
+@pytest.mark.parametrize("how", ["weight_norm", "spectral_norm", "pruned"])
+@pytest.mark.parametrize("attention", ["fused", "separate"])
+def test_what_a_parametrization_computes_is_measured_as_it_is_read_and_not_corrected(how, attention):
+    model = model_of(attention)
+    plain = numbers_of(model_of(attention))[1]
+    module = model.blocks[0].attn.qkv if attention == "fused" else model.blocks[0].attn.q_proj
+    if how == "pruned":
+        prune.l1_unstructured(module, "weight", 0.3)
+    else:
+        getattr(parametrizations, how)(module)
+    model.eval()
+    survey, numbers = numbers_of(model)
+    query = numbers.layers[0].matrices[0]
+    assert query.kappa == pytest.approx(reference(module.weight[:32].detach())[0], rel=1e-3)
+    assert query.after == {}
+    assert query.reason is None
+    assert "is not a plain floating-point parameter" in query.fixed
+    assert list(numbers.layers[0].softmax) == [AS_IT_IS]
+    assert 0 < numbers.layers[0].softmax[AS_IT_IS].share <= 1
+    assert numbers.layers[1] == plain.layers[1]
+    assert "  blocks.0.attn: no correction: 'weight' of " in "\n".join(format_numbers(survey, numbers))
+
+
+class Scaled(TinyTransformer):
+    """Tokens on very different scales."""
+
+    def forward(self, x):
+        return super().forward(x * torch.logspace(0, -4, INPUTS))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_tokens_against_numpy(seed):
+    torch.manual_seed(seed)
+    model = Scaled("separate")
+    model.example_input_array = torch.randn(3, TOKENS, INPUTS)
+    survey = survey_attention(model)
+    sites = find_token_sites(model)
+    (found,) = measure_numbers(model, survey, token_sites=sites).tokens
+    with torch.no_grad():
+        entered = model.embed(model.example_input_array * torch.logspace(0, -4, INPUTS)).double().numpy()
+    assert (found.name, found.samples, found.reason, found.without) == ("blocks.0", 3, None, None)
+    assert found.kappa == pytest.approx(np.mean([np.linalg.cond(x) for x in entered]), rel=1e-3)
+    corrected = []
+    for x in entered:
+        u, s, vh = np.linalg.svd(x, full_matrices=False)
+        corrected.append(x + s[0] * u @ vh)
+    assert found.after["exact"] == pytest.approx(np.mean([np.linalg.cond(x) for x in corrected]), rel=1e-3)
+    identity = [np.linalg.cond(x + np.eye(*x.shape)) for x in entered]
+    assert found.after["identity 1"] == pytest.approx(np.mean(identity), rel=1e-3)
+
+
+def test_tokens_that_are_corrected_stand_beside_the_raw_ones():
+    model = model_of("separate")
+    model.example_input_array = torch.randn(3, TOKENS, INPUTS)
+    plain = measure_numbers(model, survey_attention(model), token_sites=find_token_sites(model)).tokens[0]
+    condition_(model, TokenRule())
+    survey = survey_attention(model)
+    numbers = measure_numbers(model, survey, token_sites=find_token_sites(model))
+    assert numbers.tokens[0].without == pytest.approx(plain.kappa, rel=1e-4)
+    assert numbers.tokens[0].kappa == pytest.approx(plain.after["exact"], rel=1e-4)
+    assert numbers.tokens[0].after == {}
+    assert "corrected and without the correction" in "\n".join(format_numbers(survey, numbers))
+
+
+def test_repeated_tokens_have_no_finite_condition_number_in_either_state(run, mine, tmp_path):  # noqa: F811
+    torch.save(torch.ones(2, TOKENS, INPUTS), tmp_path / "same.pt")
+    content = strict(run(f"{mine}:build", "--data", "same.pt", "--json").out)
+    tokens = content["token_sites"][0]["numbers"]
+    assert tokens["condition_number"] == "inf"
+    assert tokens["condition_number_after"]["exact"] == "inf"
+    assert tokens["condition_number_after"]["identity 1"] != "inf"
+    assert tokens["samples"] == 2
+
+
+def test_tokens_of_causal_attention_are_not_offered_the_exact_correction(run, tmp_path):  # noqa: F811
+    pytest.importorskip("transformers")
+    small = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+    vision = {**small, "image_size": 16, "patch_size": 4}
+    text = {**small, "vocab_size": 50, "max_position_embeddings": 16, "eos_token_id": 2, "bos_token_id": 1}
+    config = {"model_type": "clip", "vision_config": vision, "text_config": text, "projection_dim": 16}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    outcome = run("config.json", "--json")
+    by_name = {site["name"]: site["numbers"] for site in strict(outcome.out)["token_sites"]}
+    assert set(by_name["vision_model.encoder.layers.0"]["condition_number_after"]) == {"exact", "identity 1"}
+    assert set(by_name["text_model.encoder.layers.0"]["condition_number_after"]) == {"identity 1"}
+    assert by_name["text_model.encoder.layers.0"]["refused"] == {"exact": "its attention is causal"}
+
+
+def test_tokens_without_an_input_say_so():
+    model = model_of("separate")
+    survey = survey_attention(model)
+    numbers = measure_numbers(model, survey, token_sites=find_token_sites(model))
+    assert numbers.tokens[0].reason == "not measured: no input reaches it"
+    assert "  blocks.0: tokens not measured: no input reaches it" in format_numbers(survey, numbers)
+
+
+def test_weights_that_were_not_left_to_chance_are_pointed_out():
+    model = model_of("separate")
+    survey, numbers = numbers_of(model)
+    assert numbers.conditioned is None
+    condition_(model, WeightRule())
+    fold_(model)
+    survey, numbers = numbers_of(model)
+    assert numbers.carried == ()
+    assert numbers.conditioned == pytest.approx(2, abs=0.1)
+    assert "as the effective weights of a conditioned run are" in "\n".join(format_numbers(survey, numbers))
