@@ -57,7 +57,7 @@ def write_report(runs: Sequence[Run], folder: Path) -> Path:
         DataError: If nothing can be written there.
         MissingExtraError: If matplotlib is not installed.
     """
-    with optional_imports("the pictures of a report"):
+    with optional_imports("drawing the pictures of a report"):
         import matplotlib as mpl  # noqa: F401
     images = _Images(folder)
     try:

@@ -3,6 +3,7 @@
 import base64
 import html.parser
 import math
+import sys
 
 import pytest
 
@@ -234,3 +235,20 @@ def test_notes_of_the_reading_are_printed_and_on_the_page(tmp_path, capsys):
     note = "events.out.tfevents.1.noise holds no event that can be read"
     assert f"mine: {note}\n" in capsys.readouterr().out
     assert note in read(tmp_path / "report").text
+
+
+@pytest.mark.parametrize(
+    ("library", "message"),
+    [
+        ("tensorboard", "reading TensorBoard's logs needs 'tensorboard', which is not installed: pip install"),
+        ("matplotlib", "drawing the pictures of a report needs 'matplotlib', which is not installed: pip install"),
+    ],
+)
+def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys, library, message):
+    write_events(tmp_path, steps=[0])
+    for name in [name for name in sys.modules if name.split(".")[0] == library]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(SystemExit):
+        main(["report", str(tmp_path)])
+    assert message in capsys.readouterr().err
