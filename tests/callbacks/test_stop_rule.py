@@ -162,6 +162,7 @@ def test_another_training_begins_anew():
     rule.update(500, {KEY: 11.0})
     assert rule.update(0, {KEY: 11.0}) is None
     assert rule.update(99, {KEY: 11.0}) is None
+    assert "since step 0" in rule.update(100, {KEY: 11.0})
     rule.reset()
     assert rule.update(100, {KEY: 11.0}) is None
 
