@@ -7,8 +7,9 @@ Parts:
 - weights: the two ends of the spectra of 36 weights of 768 x 768 (a ViT-B: query, key and value of 12 layers), against
   `torch.linalg.cond` matrix by matrix, for weights as they are initialised and as spectral conditioning leaves them.
 - jacobian: the Jacobians of all 16 heads of the digits model (17 tokens, 64 wide, 16 channels a head), against
-  `torch.autograd.functional.jacobian` head by head, in float64: condition numbers by us against the forming of the
-  matrices alone, and against condition numbers from their singular values.
+  `torch.autograd.functional.jacobian` in float64: condition numbers by us against the forming of the matrices head by
+  head, against condition numbers from their singular values, and against the same where a layer is differentiated at
+  once, which is how one would write it.
 
 "ratio" is the median over rounds of the other's time over ours, "worst" its smallest; "error" is the largest relative
 error of ours against a float64 SVD of the same numbers, "other's" that of the other.
@@ -33,6 +34,7 @@ from lit_cond.functional import (
 )
 from lit_cond.surgery.parallel import side_by_side
 
+NUMBER, SIZE = 36, 768  # weights of a ViT-B
 LAYERS, HEADS, TOKENS, WIDTH, CHANNELS = 4, 4, 17, 64, 16  # configs/image_classification/digits_vit.yaml
 
 
@@ -70,10 +72,10 @@ def relative_error(found: Sequence[float], true: Sequence[float]) -> float:
 def compare_weights(rounds: int) -> list[Comparison]:
     """Compare the ends of spectra with condition numbers."""
     generator = torch.Generator().manual_seed(0)
-    plain = [torch.randn(768, 768, generator=generator) * 0.02 for _ in range(36)]
+    plain = [torch.randn(SIZE, SIZE, generator=generator) * 0.02 for _ in range(NUMBER)]
     results = []
     for kind, weights in {"initial": plain, "conditioned": [w + spectral_correction(w) for w in plain]}.items():
-        alone, together = Comparison(f"36 weights, {kind}"), Comparison(f"36 weights, {kind}, side by side")
+        alone, together = Comparison(f"{NUMBER} weights, {kind}"), Comparison(f"{NUMBER} weights, {kind}, side by side")
         for _ in range(rounds):
             others, ours = [], []
             for w in weights:  # in turn, so that a busy machine slows both
@@ -126,22 +128,45 @@ def compare_jacobians(rounds: int) -> list[Comparison]:
         p = attention_probabilities(q, k, scale)
         return [spectrum.condition for spectrum in attention_jacobian_spectra(x, x, x, q, k, v, p, scale)]
 
-    matrix = Comparison("16 Jacobians, by autograd alone; ours: kappa")
-    number = Comparison("16 Jacobians, kappa")
+    def conditions_by_layer(x: Tensor, weights: Tensor) -> list[float]:
+        def output(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            p: Tensor = (scale * (x @ query.mT) @ (x @ key.mT).mT).softmax(dim=-1)
+            return p @ (x @ value.mT)
+
+        parts: tuple[Tensor, ...] = torch.autograd.functional.jacobian(output, tuple(weights))  # type: ignore[no-untyped-call]
+        found = []
+        for head in range(HEADS):  # a head's output depends on its own weights alone
+            blocks = [part[head, :, :, head].flatten(2).flatten(0, 1) for part in parts]
+            values = torch.linalg.svdvals(torch.cat(blocks, dim=1))
+            found.append(float(values[0] / values[-1]))
+        return found
+
+    matrix = Comparison(f"{LAYERS * HEADS} Jacobians, by autograd alone; ours: kappa")
+    layerwise = Comparison(f"{LAYERS * HEADS} Jacobians, kappa, by layer")
+    number, together = (
+        Comparison(f"{LAYERS * HEADS} Jacobians, kappa"),
+        Comparison(f"{LAYERS * HEADS} Jacobians, kappa, side by side"),
+    )
     for _ in range(rounds):
-        formed, others, ours = [], [], []
+        formed, others, whole, ours = [], [], [], []
         for x, weights in layers:
             formed.append(seconds(lambda x=x, w=weights: [autograd(x, w[:, head]) for head in range(HEADS)]))  # type: ignore[misc]
             others.append(seconds(lambda x=x, w=weights: conditions_by_autograd(x, w)))  # type: ignore[misc]
+            whole.append(seconds(lambda x=x, w=weights: conditions_by_layer(x, w)))  # type: ignore[misc]
             ours.append(seconds(lambda x=x, w=weights: conditions(x, w)))  # type: ignore[misc]
         matrix.other.append(sum(formed))
         number.other.append(sum(others))
+        layerwise.other.append(sum(whole))
+        layerwise.ours.append(sum(ours))
         matrix.ours.append(sum(ours))
         number.ours.append(sum(ours))
+        if torch.get_num_threads() > 1:
+            together.other.append(sum(others))
+            together.ours.append(seconds(lambda: side_by_side(lambda layer: conditions(*layer), layers, [])))
     for layer in layers:
         number.error = max(number.error, relative_error(conditions(*layer), conditions_by_autograd(*layer)))
-    matrix.error = number.error
-    return [matrix, number]
+    matrix.error = layerwise.error = together.error = number.error
+    return [matrix, number, layerwise, *([together] if together.ours else [])]
 
 
 # A third part, the whole monitor at its default intervals against the step that is not monitored, goes here: a function

@@ -134,17 +134,21 @@ def _together(tensors: list[Tensor], scale: float) -> dict[int, Tensor]:
         rows = tokens * channels
         w = w.reshape(heads, rows, keys)
         m, left, r = w @ k, w @ y, p @ z
-        shape = (heads, tokens, channels, tokens, channels)
-        gram = (m @ m.mT).view(shape)
-        gram *= (x @ x.mT)[..., :, None, :, None]
-        products = (left @ left.mT).view(shape)
-        products *= (q @ q.mT)[..., :, None, :, None]
+        gram = m @ m.mT
+        gram *= _spread(x @ x.mT, channels)
+        products = left @ left.mT
+        products *= _spread(q @ q.mT, channels)
         gram += products
-        gram.diagonal(dim1=2, dim2=4).add_((r @ r.mT).unsqueeze(-1))
+        gram.view(heads, tokens, channels, tokens, channels).diagonal(dim1=2, dim2=4).add_((r @ r.mT).unsqueeze(-1))
         try:
-            eigenvalues: Tensor = torch.linalg.eigvalsh(gram.view(heads, rows, rows))
+            eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
         except LinAlgError:  # finite data, and LAPACK gave up on one of them
             return {}
         values = eigenvalues.flip(-1).clamp_min(0).sqrt()
         sound = (values[:, -1] * GRAM_LIMIT > values[:, 0]) & values.isfinite().all(dim=-1)
         return {head: values[head] for head in sound.nonzero().flatten().tolist()}
+
+
+def _spread(products: Tensor, channels: int) -> Tensor:
+    """Return each product of tokens once for every pair of channels."""
+    return products.repeat_interleave(channels, dim=-2).repeat_interleave(channels, dim=-1)
