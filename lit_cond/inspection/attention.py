@@ -150,7 +150,8 @@ def _summary(observed: ObservedAttention, source: Source) -> Softmax | str:
         return "not measured: the input holds no token for it"
     heads = {name: torch.stack([sample[name] for sample in numbers]).nanmean(dim=0) for name in numbers[0]}
     if not bool(heads["entropy_share"].isfinite().any()):
-        return "not measured: no query sees more than one key, or what it sees is not finite"
+        choice = any(bool((sample.seen >= 2).any()) for sample in observed.samples)
+        return "not measured: " + ("its scores are not finite" if choice else "no query sees more than one key")
     entropy, share, saturated = (_mean(heads[name]) for name in ("entropy", "entropy_share", "saturated"))
     return Softmax(entropy, share, source, saturated, float(heads["entropy_share"].nan_to_num(math.inf).min()))
 

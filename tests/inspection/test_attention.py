@@ -152,3 +152,13 @@ def test_a_large_sample_input_is_not_run_and_the_attention_predicted(monkeypatch
     assert f"blocks.0.attn: attention not measured: a sample input of {4 * TOKENS * INPUTS} numbers is large" in text
     shown = measure_numbers(model, survey, Sample((model.example_input_array,)))
     assert shown.layers[0].softmax[AS_IT_IS].source == "data"
+
+
+def test_attention_without_a_choice_or_without_numbers_says_so():
+    model = model_of("separate", depth=1)
+    model.example_input_array = torch.randn(2, 1, INPUTS)
+    softmax = numbers_of(model)[1].layers[0].softmax[AS_IT_IS]
+    assert (softmax.source, softmax.reason) == ("predicted", "not measured: no query sees more than one key")
+    model.example_input_array = torch.full((2, TOKENS, INPUTS), math.inf)
+    softmax = numbers_of(model)[1].layers[0].softmax[AS_IT_IS]
+    assert (softmax.source, softmax.reason) == ("predicted", "not measured: its scores are not finite")
