@@ -153,10 +153,10 @@ def saturation_warnings(survey: Survey, numbers: Numbers) -> list[str]:
         if not bad:
             continue
         worst, name = min(bad, key=lambda pair: pair[0].share)
-        how = "as the model is" if label == AS_IT_IS else f"with {label}"
+        how = "as the model is the softmax is" if label == AS_IT_IS else f"with {label} the softmax would be"
         advice = "" if label == AS_IT_IS else "; lower `scale` or `strength`, or ramp it up with StrengthSchedule"
         lines.append(
-            f"warning: {how} the softmax would be saturated: attention entropy {worst.share:.2f} of uniform in "
+            f"warning: {how} saturated: attention entropy {worst.share:.2f} of uniform in "
             f"'{name}', below {COLLAPSED:g} in {len(bad)} of {len(found)} layers{advice}"
         )
     return lines

@@ -69,7 +69,7 @@ def test_warnings_name_the_worst_layer_and_how_many():
             weight.mul_(10)
     survey, numbers = numbers_of(model)
     warnings = saturation_warnings(survey, numbers)
-    assert warnings[0].startswith("warning: as the model is the softmax would be saturated: attention entropy 0.")
+    assert warnings[0].startswith("warning: as the model is the softmax is saturated: attention entropy 0.")
     assert "in 'blocks.1.attn', below 0.25 in 1 of 3 layers" in warnings[0]
     assert "StrengthSchedule" not in warnings[0]
     assert warnings[-1].startswith("warning: with identity 10 the softmax would be saturated")
