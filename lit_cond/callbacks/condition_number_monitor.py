@@ -121,7 +121,7 @@ class ConditionNumberMonitor(Callback):
         per_head: bool = False,
         max_samples: int = 8,
         matrix_samples: int = 1,
-        jacobian_rows: int = 512,
+        jacobian_rows: int = 320,
         stop_when: str | None = None,
         prog_bar: str | None = "cond/query/mean",
     ) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional.condition_number import condition_number
 
-__all__ = ["JacobianBound", "jacobian_bound", "softmax_derivative_range"]
+__all__ = ["JacobianBound", "jacobian_bound", "jacobian_bounds", "softmax_derivative_range"]
 
 # A row of a float32 softmax sums to 1 up to some 1e-7. What is missing beyond this belongs to an attention sink.
 _SUM_TOLERANCE = 1e-5
@@ -91,19 +91,38 @@ def jacobian_bound(tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, pr
                 f"{name} of shape {tuple(tensor.shape)} and type {tensor.dtype} is no real matrix; "
                 "give one head of one sample."
             )
-    kappa = {name: float(condition_number(tensor)) for name, tensor in named.items()}
-    largest, smallest, singular = softmax_derivative_range(probabilities)
-    on_range = math.nan if math.isnan(largest) else largest / smallest if smallest > 0 else math.inf
-    strict = math.inf if singular and not math.isnan(on_range) else on_range
-    return JacobianBound(
-        tokens=kappa["tokens"],
-        query=kappa["query"],
-        key=kappa["key"],
-        value=kappa["value"],
-        scores=kappa["probabilities"],
-        softmax_derivative=strict,
-        softmax_derivative_nonzero=on_range,
-    )
+    heads = (query[None], key[None], value[None], probabilities[None])
+    return jacobian_bounds(tokens, *heads)[0]
+
+
+def jacobian_bounds(
+    tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, probabilities: Tensor
+) -> list[JacobianBound]:
+    """Return `jacobian_bound` of every head of one layer; what the heads share is computed once.
+
+    Args:
+        tokens: Input X of the projections, of shape (N, D).
+        query: Weights of the heads, of shape (heads, d, D).
+        key: The same for the keys.
+        value: The same for the values.
+        probabilities: Softmax of the scores, of shape (heads, N, M).
+
+    Raises:
+        ConfigurationError: An argument is no stack of real matrices, or the numbers of heads differ.
+    """
+    heads = {"query": query, "key": key, "value": value, "probabilities": probabilities}
+    if any(t.ndim != 3 or len(t) != len(query) for t in heads.values()):
+        shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in heads.items())
+        raise ConfigurationError(f"{shapes} do not hold one matrix for each head; give (heads, rows, columns).")
+    shared = float(condition_number(tokens))
+    kappas = zip(*(condition_number(t).tolist() for t in heads.values()), strict=True)
+    result = []
+    for head, (w_query, w_key, w_value, scores) in zip(probabilities, kappas, strict=True):
+        largest, smallest, singular = softmax_derivative_range(head)
+        on_range = math.nan if math.isnan(largest) else largest / smallest if smallest > 0 else math.inf
+        strict = math.inf if singular and not math.isnan(on_range) else on_range
+        result.append(JacobianBound(shared, w_query, w_key, w_value, scores, strict, on_range))
+    return result
 
 
 def softmax_derivative_range(probabilities: Tensor) -> tuple[float, float, bool]:
@@ -138,13 +157,17 @@ def softmax_derivative_range(probabilities: Tensor) -> tuple[float, float, bool]
     # Between 0 and the smallest p where a sink takes its share, else between the two smallest.
     low = torch.where(sinks.unsqueeze(1), zero, take[1])
     high = torch.where(sinks.unsqueeze(1), take[1], take[2])
-    smallest = _root(ascending, rest, low, high)
-    largest = _root(ascending, rest, padded[:, -2:-1], padded[:, -1:])
     # One visible token and no sink: the matrix is zero.
     counts = sinks | (seen > 1)
     if not counts.any():
         return 0.0, 0.0, True
-    return float(largest[counts].max()), float(smallest[counts].min()), bool((~sinks).any())
+    below, above = padded[:, -2:-1], padded[:, -1:]
+    # Only rows whose interval reaches as far as any other's can hold the end.
+    first_rows = counts & (low <= high[counts].min()).squeeze(1)
+    last_rows = counts & (above >= below[counts].max()).squeeze(1)
+    smallest = _root(ascending[first_rows], rest[first_rows], low[first_rows], high[first_rows])
+    largest = _root(ascending[last_rows], rest[last_rows], below[last_rows], above[last_rows])
+    return float(largest.max()), float(smallest.min()), bool((~sinks).any())
 
 
 def _root(p: Tensor, rest: Tensor, low: Tensor, high: Tensor) -> Tensor:

@@ -89,8 +89,10 @@ def _observed(site: AttentionSite, attended: Attended, limit: int) -> ObservedAt
     count = min(limit, query.shape[0])
     query, key, value = query[:count], key[:count], value[:count]
     if attended.logits is not None:
-        probabilities = by_head(attended.logits, heads)[:count].double().softmax(dim=-1)
-        seen = by_head(visible(attended.logits), heads)[:count].any(dim=1)
+        logits = by_head(attended.logits, heads)[:count]
+        seen = visible(logits)
+        probabilities = _sharpened(logits, seen, query, key, attended.scale).softmax(dim=-1)
+        seen = seen.any(dim=1)
     else:
         mask = _mask(attended, query, key, heads)
         probabilities = attention_probabilities(query, key, attended.scale or 1.0, mask)
@@ -99,6 +101,20 @@ def _observed(site: AttentionSite, attended: Attended, limit: int) -> ObservedAt
     samples = [_sample(i, query[i], key[i], value[i], probabilities[i], seen[i]) for i in range(count)]
     kept = tuple(sample for sample in samples if len(sample.queries))
     return ObservedAttention(site, kept, count - len(kept), attended, attended.scale, attended.obstacle)
+
+
+def _sharpened(logits: Tensor, seen: Tensor, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
+    """Return logits in float64, from queries and keys where these are all that they are made of.
+
+    Their own rounding would hide the small singular values of a softmax that is nearly uniform.
+    """
+    if scale is not None and logits.dtype != torch.float64:
+        exact = scale * (query.double() @ key.double().mT)
+        if exact.shape == logits.shape:
+            wrong = torch.where(seen, exact - logits, 0).abs().amax()
+            if bool(wrong <= 32 * torch.finfo(query.dtype).eps * torch.where(seen, exact, 0).abs().amax()):
+                return exact.masked_fill(~seen, -torch.inf)
+    return logits.double()
 
 
 def _kv_heads(operand: Operand, count: int | None, heads: int) -> int | None:

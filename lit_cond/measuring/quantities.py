@@ -14,7 +14,7 @@ from lit_cond.errors import ConfigurationError
 from lit_cond.functional.attention import row_entropy, saturated_share
 from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
 from lit_cond.functional.jacobian import attention_jacobian_singular_values
-from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bound
+from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bounds
 from lit_cond.functional.spectrum import effective_rank, stable_rank
 from lit_cond.measuring.head_inputs import head_inputs
 from lit_cond.measuring.heads import per_query_head
@@ -23,6 +23,7 @@ from lit_cond.surgery.apply import existing
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView
 
 __all__ = [
+    "OBSERVED_FLOOR",
     "STATISTICS",
     "Spectrum",
     "attention_spectra",
@@ -35,6 +36,13 @@ __all__ = [
     "spectra_of_each",
     "statistics_of",
 ]
+
+
+# Softmax matrices, outputs and Jacobians are computed here in float64 from float32 operands, and their small singular
+# values come from small differences and products that are as right, in parts of themselves, as the operands: between a
+# float32 and a float64 run of one ViT condition numbers up to 5e11 differ by 5e-4. A softmax that the model itself took
+# in float32 adds its own rounding, a few percent at 3e8.
+OBSERVED_FLOOR = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,12 +62,18 @@ class Spectrum:
     head: int = 0
 
 
-def spectra_of(matrices: Tensor, dtype: torch.dtype) -> list[Spectrum]:
-    """Return the spectra of the heads' matrices (heads, m, n), judged as computed from numbers of a dtype."""
+def spectra_of(matrices: Tensor, dtype: torch.dtype, floor: float = torch.finfo(torch.float32).eps) -> list[Spectrum]:
+    """Return the spectra of matrices (heads, m, n).
+
+    Args:
+        matrices: One for each head.
+        dtype: Type of the numbers that they were computed from.
+        floor: Ratio of singular values up to which a matrix counts as singular where that type is narrower than
+            float64.
+    """
     values = singular_values(matrices)
-    conditions = condition_of_spectrum(values, matrices.shape, dtype).tolist()
-    floor = torch.finfo(torch.float32).eps if dtype != torch.float64 else 0.0
-    rtol = max(max(matrices.shape[-2:]) * torch.finfo(torch.float64).eps, floor)
+    rtol = max(max(matrices.shape[-2:]) * torch.finfo(torch.float64).eps, floor if dtype != torch.float64 else 0.0)
+    conditions = condition_of_spectrum(values, matrices.shape, dtype, rtol).tolist()
     return [Spectrum(v, c, rtol, head) for head, (v, c) in enumerate(zip(values.cpu(), conditions, strict=True))]
 
 
@@ -78,12 +92,12 @@ def spectra_of_each(matrices: Sequence[Tensor]) -> list[Spectrum]:
 
 def score_spectra(sample: ObservedSample) -> list[Spectrum]:
     """Return the spectrum of the softmax matrix (n, m) of each head."""
-    return spectra_of(sample.probabilities, sample.query.dtype)
+    return spectra_of(sample.probabilities, sample.query.dtype, OBSERVED_FLOOR)
 
 
 def attention_spectra(sample: ObservedSample) -> list[Spectrum]:
     """Return the spectrum of what each head returns (n, v), before the output projection."""
-    return spectra_of(sample.output, sample.query.dtype)
+    return spectra_of(sample.output, sample.query.dtype, OBSERVED_FLOOR)
 
 
 def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_rows: int) -> list[Spectrum]:
@@ -102,14 +116,17 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
             inputs["query"],
             inputs["key"],
             inputs["value"],
-            sample.query[head],
-            sample.key[head],
-            sample.value[head],
+            sample.query[head].double(),
+            sample.key[head].double(),
+            sample.value[head].double(),
             sample.probabilities[head],
             observed.scale or 1.0,
             max_rows=max(max_rows, sample.value.shape[-1]),
         )
-        result.append(Spectrum(spectrum.values.cpu(), spectrum.condition, spectrum.rtol, head))
+        rtol = max(spectrum.rtol, OBSERVED_FLOOR if sample.query.dtype != torch.float64 else 0.0)
+        shape = (spectrum.rows, spectrum.parameters)
+        condition = float(condition_of_spectrum(spectrum.values, shape, torch.float64, rtol))
+        result.append(Spectrum(spectrum.values.cpu(), condition, rtol, head))
     return result
 
 
@@ -123,20 +140,9 @@ def bounds(observed: ObservedAttention, sample: ObservedSample) -> list[Jacobian
     site = observed.site
     if inputs["query"].shape != inputs["value"].shape or site.kind == "cross":
         raise ConfigurationError(f"'{site.name}': the theorem is about self-attention")
-    heads = sample.query.shape[0]
-    weights = {role: _head_weights(site, role, heads) for role in ROLES}
+    query, key, value = (_head_weights(site, role, sample.query.shape[0]) for role in ROLES)
     # One matrix X: what the values are made of, in the precision in which the model computed it.
-    tokens = inputs["value"].to(sample.value.dtype)
-    return [
-        jacobian_bound(
-            tokens,
-            weights["query"][head],
-            weights["key"][head],
-            weights["value"][head],
-            sample.probabilities[head],
-        )
-        for head in range(heads)
-    ]
+    return jacobian_bounds(inputs["value"].to(sample.value.dtype), query, key, value, sample.probabilities)
 
 
 def _inputs(observed: ObservedAttention, sample: ObservedSample) -> Mapping[Role, Tensor]:

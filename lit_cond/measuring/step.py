@@ -36,6 +36,7 @@ QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 OBSERVED: tuple[Quantity, ...] = ("entropy", "scores", "attention", "jacobian", "jacobian_bound")
 """The quantities for which attention is looked at while it runs."""
 
+_ENTROPY_NUMBERS = 2**20
 _ENTROPIES = ("entropy", "entropy_share", "saturated")
 # The factors of the bound; that of the softmax is the one over its range, since the other is always infinite.
 _FACTORS = ("tokens", "query", "key", "value", "scores", "softmax_derivative")
@@ -202,7 +203,7 @@ class MeasuredStep:
         """Measure one quantity of a layer and return of how many samples."""
         layer, settings = observed.site.name, self.settings
         if quantity == "entropy":
-            numbers = [entropy_numbers(sample) for sample in observed.samples]
+            numbers = [entropy_numbers(sample) for sample in observed.samples[: _affordable(observed)]]
             for name in _ENTROPIES if numbers else ():
                 self.found.heads(name, "scores", layer, torch.stack([n[name] for n in numbers], dim=1).tolist())
             return len(numbers)
@@ -223,3 +224,9 @@ class MeasuredStep:
             spectra = [(score_spectra if quantity == "scores" else attention_spectra)(sample) for sample in samples]
         self.found.matrices(quantity, layer, spectra, settings.statistics)
         return len(samples)
+
+
+def _affordable(observed: ObservedAttention) -> int:
+    """Return how many samples have enough rows for a mean entropy: the first, and others up to a million numbers."""
+    size = max((sample.probabilities.numel() for sample in observed.samples), default=1)
+    return max(1, _ENTROPY_NUMBERS // size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection as Roles
 from collections.abc import Iterable, Sequence
 
@@ -13,6 +12,7 @@ from lit_cond.functional.condition_number import condition_of_spectrum
 from lit_cond.functional.extremes import extreme_singular_values
 from lit_cond.measuring.collection import Collection
 from lit_cond.measuring.quantities import Spectrum, spectra_of_each, statistics_of
+from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.report import weight_matrices
 from lit_cond.surgery.sites import AttentionSite
 
@@ -64,15 +64,11 @@ def measure_weights(
 
 
 def _ends(matrices: Sequence[Tensor]) -> list[Spectrum]:
-    """Return the largest and smallest singular value of each matrix, those of one shape together."""
-    by_shape: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for index, matrix in enumerate(matrices):
-        by_shape[tuple(matrix.shape)].append(index)
-    result: dict[int, Spectrum] = {}
-    for shape, indices in by_shape.items():
-        stacked = torch.stack([matrices[i] for i in indices])
-        ends = torch.stack(extreme_singular_values(stacked), dim=-1).cpu()
-        conditions = condition_of_spectrum(ends, shape, stacked.dtype).tolist()
-        for index, values, condition in zip(indices, ends, conditions, strict=True):
-            result[index] = Spectrum(values, condition, 0.0)
-    return [result[index] for index in range(len(matrices))]
+    """Return the largest and smallest singular value of each matrix."""
+    result = []
+    for matrix, (largest, smallest) in zip(
+        matrices, side_by_side(extreme_singular_values, matrices, matrices), strict=True
+    ):
+        ends = torch.stack((largest, smallest)).cpu()
+        result.append(Spectrum(ends, float(condition_of_spectrum(ends, matrix.shape, matrix.dtype)), 0.0))
+    return result
