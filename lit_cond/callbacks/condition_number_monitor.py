@@ -61,7 +61,7 @@ class ConditionNumberMonitor(Callback):
     | `bound/<factor>/<layer>` | its factors: kappa of tokens, query, key, value, scores, softmax_derivative |
     | `sigma_max/...`, `sigma_min/...` | largest and smallest singular value, in units of the matrix |
     | `stable_rank/...`, `effective_rank/...`, `numerical_rank/...` | ranks, graded or counted |
-    | `<statistic>/<quantity>/mean`, `/max` or `/min` | over layers |
+    | `<statistic>/<quantity>/mean`, `/max` or `/min` | over layers; the mean over those that have a finite number |
     | `cond/<quantity>/nonfinite` | how many layers have no finite number; logged when there is one |
     | `skipped/<quantity>` | how many samples had no token (padding only); logged when there is one |
 
@@ -91,8 +91,11 @@ class ConditionNumberMonitor(Callback):
         histogram: Whether to log histograms and figures of singular values.
         heatmap: Whether to log heat maps (needs matplotlib).
         per_head: Whether to log numbers of single heads too, `<key of the layer>/head_<i>`.
-        max_samples: How many samples of a batch the tokens and the entropy look at.
+        max_samples: How many samples of a batch the tokens and the entropy look at; the entropy of fewer where their
+            softmax matrices hold more than a million numbers.
         matrix_samples: How many samples the scores, attention and Jacobians look at.
+        max_queries: How many queries of a sample the scores and the entropy look at, evenly spread: of a longer
+            sequence the condition number of the scores is a lower bound (interlacing).
         jacobian_rows: Up to how many outputs (tokens times channels) of a head its Jacobian is measured: time grows
             with the cube, memory with the square, 8 bytes each.
         stop_when: Ends the training when a logged number says so: `"cond/tokens/max > 1e6 for 100 steps"`, see
@@ -121,6 +124,7 @@ class ConditionNumberMonitor(Callback):
         per_head: bool = False,
         max_samples: int = 8,
         matrix_samples: int = 1,
+        max_queries: int = 256,
         jacobian_rows: int = 320,
         stop_when: str | None = None,
         prog_bar: str | None = "cond/query/mean",
@@ -129,6 +133,7 @@ class ConditionNumberMonitor(Callback):
             "every_n_steps": every_n_steps,
             "max_samples": max_samples,
             "matrix_samples": matrix_samples,
+            "max_queries": max_queries,
             "jacobian_rows": jacobian_rows,
             **{f"intervals[{name!r}]": value for name, value in (intervals or {}).items()},
         }
@@ -148,7 +153,9 @@ class ConditionNumberMonitor(Callback):
             name: (intervals or {}).get(name, every_n_steps * _PATIENCE.get(name, 1))
             for name in (*self.quantities, "spectrum")
         }
-        self.settings = MeasuringSettings(tuple(statistics), raw, per_head, max_samples, matrix_samples, jacobian_rows)
+        self.settings = MeasuringSettings(
+            tuple(statistics), raw, per_head, max_samples, matrix_samples, max_queries, jacobian_rows
+        )
         self.include = include
         self.exclude = exclude
         self.histogram = histogram

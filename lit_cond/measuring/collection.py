@@ -90,12 +90,12 @@ def over_layers(values: Mapping[str, float]) -> dict[str, float]:
     for group, members in groups.items():
         statistic = group.partition("/")[0]
         finite = [v for v in members if math.isfinite(v)]
-        empty = math.inf if any(v == math.inf for v in members) else math.nan
         for name in OVER_LAYERS[statistic]:
             if name == "mean":
                 result[f"{group}/mean"] = finite_mean(members)
             else:
-                result[f"{group}/{name}"] = (max if name == "max" else min)(finite, default=empty)
+                ends = [v for v in members if not math.isnan(v)]
+                result[f"{group}/{name}"] = (max if name == "max" else min)(ends, default=math.nan)
         if statistic in _COUNTED and len(finite) < len(members):
             result[f"{group}/nonfinite"] = float(len(members) - len(finite))
     return result

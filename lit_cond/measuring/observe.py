@@ -18,12 +18,18 @@ from lit_cond.surgery.sites import AttentionSite
 
 __all__ = ["ObservedAttention", "ObservedSample", "observe_call", "why_not"]
 
+# Rows of a softmax that are computed at once, and its numbers from which one more sample would tell little.
+_ROWS_AT_ONCE = 256
+_NUMBERS = 2**20
 _APPROXIMATE = "it never computes all its scores (approximate attention)"
 
 
 @dataclass(frozen=True, eq=False)
 class ObservedSample:
     """The attention of one sample (a sequence, a window) in a layer, padding left out.
+
+    Softmax matrices are computed when they are asked for, of as many queries as are asked for: those of a long sequence
+    do not fit into memory.
 
     Args:
         index: Which entry of the batch.
@@ -32,8 +38,8 @@ class ObservedSample:
         query: Queries (heads, n, d).
         key: Keys, one set for each query head (heads, m, d).
         value: Values, likewise (heads, m, v).
-        probabilities: The softmax (heads, n, m), float64; zero where a key is hidden.
         seen: How many keys each query may see (n,).
+        rows: Returns the softmax of some of the real queries (heads, rows, m), float64; zero where a key is hidden.
     """
 
     index: int
@@ -42,13 +48,28 @@ class ObservedSample:
     query: Tensor
     key: Tensor
     value: Tensor
-    probabilities: Tensor
     seen: Tensor
+    rows: Callable[[Tensor], Tensor]
+
+    def spread(self, most: int) -> Tensor:
+        """Return all real queries (n,), or as many as `most`, evenly spread, where there are more."""
+        count = len(self.queries)
+        every = torch.arange(count, device=self.queries.device)
+        if count <= most:
+            return every
+        return ((every[:most] + 0.5) * (count / most)).long()
+
+    @property
+    def probabilities(self) -> Tensor:
+        """The whole softmax (heads, n, m), float64."""
+        return self.rows(self.spread(len(self.queries)))
 
     @property
     def output(self) -> Tensor:
-        """What the heads return, ``P V`` (heads, n, v), float64."""
-        return self.probabilities @ self.value.double()
+        """What the heads return, ``P V`` (heads, n, v), float64; computed part by part."""
+        value = self.value.double()
+        parts = torch.split(self.spread(len(self.queries)), _ROWS_AT_ONCE)
+        return torch.cat([self.rows(part) @ value for part in parts], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,29 +99,93 @@ def why_not(site: AttentionSite) -> str | None:
 
 
 @torch.no_grad()
-def _observed(site: AttentionSite, attended: Attended, limit: int) -> ObservedAttention:
-    heads = site.num_heads
-    query = by_head(canonical(attended.query), heads)
+def _observed(site: AttentionSite, attended: Attended, limit: int, needed: int) -> ObservedAttention:
+    query = by_head(canonical(attended.query), site.num_heads)
     heads = query.shape[1]
     key, value = (
         per_query_head(by_head(canonical(operand), _kv_heads(operand, count, heads)), heads)
         for operand, count in ((attended.key, site.heads("key")), (attended.value, site.heads("value")))
     )
-    count = min(limit, query.shape[0])
-    query, key, value = query[:count], key[:count], value[:count]
-    if attended.logits is not None:
-        logits = by_head(attended.logits, heads)[:count]
-        seen = visible(logits)
-        probabilities = _sharpened(logits, seen, query, key, attended.scale).softmax(dim=-1)
-        seen = seen.any(dim=1)
+    size = heads * min(query.shape[2], _ROWS_AT_ONCE) * key.shape[2]
+    count = min(len(query), max(needed, min(limit, _NUMBERS // max(1, size))))
+    logits = None if attended.logits is None else by_head(attended.logits, heads)
+    if logits is not None and logits.shape[2] != query.shape[2]:
+        raise ConfigurationError(f"'{site.name}': its softmax has other rows than there are queries")
+    mask = None if logits is not None else _mask(attended, query, key, heads)
+    samples = []
+    for i in range(count):
+        own = None if mask is None else mask[i if len(mask) > 1 else 0]
+        sample = _sample(i, query[i], key[i], value[i], None if logits is None else logits[i], own, attended.scale)
+        if len(sample.queries):
+            samples.append(sample)
+    return ObservedAttention(site, tuple(samples), count - len(samples), attended, attended.scale, attended.obstacle)
+
+
+def _kv_heads(operand: Operand, count: int | None, heads: int) -> int | None:
+    """Return the heads of keys or values as they were given: as many as there are weights for, or repeated."""
+    leading = canonical(operand).shape[:-2]
+    if count is None or count == heads or heads in leading or not leading:
+        return heads
+    return count
+
+
+def _mask(attended: Attended, query: Tensor, key: Tensor, heads: int) -> Tensor | None:
+    """Return the mask of a fused kernel (samples or 1, heads or 1, n or 1, m)."""
+    if attended.is_causal:
+        return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()[None, None]
+    mask = attended.mask
+    if mask is None:
+        return None
+    if mask.ndim <= 2:
+        return mask.reshape(1, 1, -1, mask.shape[-1])
+    if mask.ndim == 4 and mask.shape[0] in (1, len(query)) and mask.shape[1] in (1, heads):
+        return mask
+    return by_head(mask.expand(*attended.query.tensor.shape[:-2], *mask.shape[-2:]), heads)
+
+
+def _sample(
+    index: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logits: Tensor | None,
+    mask: Tensor | None,
+    scale: float | None,
+) -> ObservedSample:
+    """Return one sample of (heads, tokens, channels) with its logits (heads, n, m), or mask (heads or 1, n or 1, m)."""
+    shape = (query.shape[1], key.shape[1])
+    if logits is not None:
+        seen = visible(logits).any(dim=0)[:, : shape[1]]
+    elif mask is not None:
+        seen = visible(mask).any(dim=0).expand(shape)
     else:
-        mask = _mask(attended, query, key, heads)
-        probabilities = attention_probabilities(query, key, attended.scale or 1.0, mask)
-        shape = (count, heads, query.shape[2], key.shape[2])
-        seen = (visible(mask) if mask is not None else query.new_ones((), dtype=torch.bool)).expand(shape).any(dim=1)
-    samples = [_sample(i, query[i], key[i], value[i], probabilities[i], seen[i]) for i in range(count)]
-    kept = tuple(sample for sample in samples if len(sample.queries))
-    return ObservedAttention(site, kept, count - len(kept), attended, attended.scale, attended.obstacle)
+        seen = torch.ones((), dtype=torch.bool, device=query.device).expand(shape)
+    queries, keys = (real.nonzero().flatten() for real in real_tokens(seen))
+
+    def rows(chosen: Tensor) -> Tensor:
+        at = queries[chosen]
+        if logits is not None:
+            # Columns behind the keys are attention sinks: they take their share and are dropped (GPT-OSS).
+            sinks = torch.arange(shape[1], logits.shape[2], device=keys.device)
+            part = logits[:, at][:, :, torch.cat([keys, sinks])]
+            shown = visible(part)
+            sharp = _sharpened(part, shown, query[:, at], key[:, keys], scale)
+            return (sharp.softmax(dim=-1) * shown)[..., : len(keys)]
+        own = mask
+        if own is not None:
+            own = (own[:, at] if own.shape[1] > 1 else own)[:, :, keys]
+        return attention_probabilities(query[:, at], key[:, keys], 1.0 if scale is None else scale, own)
+
+    return ObservedSample(
+        index,
+        queries,
+        keys,
+        query[:, queries],
+        key[:, keys],
+        value[:, keys],
+        seen[queries][:, keys].sum(dim=1),
+        rows,
+    )
 
 
 def _sharpened(logits: Tensor, seen: Tensor, query: Tensor, key: Tensor, scale: float | None) -> Tensor:
@@ -117,49 +202,13 @@ def _sharpened(logits: Tensor, seen: Tensor, query: Tensor, key: Tensor, scale: 
     return logits.double()
 
 
-def _kv_heads(operand: Operand, count: int | None, heads: int) -> int | None:
-    """Return the heads of keys or values as they were given: as many as there are weights for, or repeated."""
-    leading = canonical(operand).shape[:-2]
-    if count is None or count == heads or heads in leading or not leading:
-        return heads
-    return count
-
-
-def _mask(attended: Attended, query: Tensor, key: Tensor, heads: int) -> Tensor | None:
-    """Return the mask of a fused kernel for the samples looked at, broadcastable to (samples, heads, n, m)."""
-    if attended.is_causal:
-        return torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    mask = attended.mask
-    if mask is None:
-        return None
-    leading = attended.query.tensor.shape[:-2]
-    whole = mask.expand(*leading, *mask.shape[-2:]) if mask.ndim > 2 else mask
-    return by_head(whole, heads)[: query.shape[0]] if mask.ndim > 2 else whole
-
-
-def _sample(
-    index: int, query: Tensor, key: Tensor, value: Tensor, probabilities: Tensor, seen: Tensor
-) -> ObservedSample:
-    queries, keys = (mask.nonzero().flatten() for mask in real_tokens(seen))
-    inside = seen[queries][:, keys]
-    return ObservedSample(
-        index,
-        queries,
-        keys,
-        query[:, queries],
-        key[:, keys],
-        value[:, keys],
-        probabilities[:, queries][:, :, keys] * inside,
-        inside.sum(dim=1),
-    )
-
-
 def observe_call(
     sites: Sequence[AttentionSite],
     module: nn.Module,
     call: Callable[[], Any],
     note: Callable[[ObservedAttention], None],
     max_samples: int,
+    needed: int = 1,
 ) -> tuple[Any, Exception | None]:
     """Run one call of an attention module and note what its layers attend to.
 
@@ -168,7 +217,8 @@ def observe_call(
         module: The module.
         call: Runs it.
         note: Called with each layer when the call is over, while its tensors are alive.
-        max_samples: How many samples to look at.
+        max_samples: How many samples to look at; fewer where they are long: a million numbers of softmax are enough.
+        needed: How many samples to look at in any case.
 
     Returns:
         What the call returns, and what went wrong in looking, if anything did: the module attended otherwise than its
@@ -180,7 +230,7 @@ def observe_call(
     problem: Exception | None = _mismatch(sites, ran)
     try:
         for site, attended in zip(sites, ran, strict=False) if problem is None else ():
-            note(_observed(site, attended, max_samples))
+            note(_observed(site, attended, max_samples, needed))
     except Exception as error:  # handed on: a measurement that fails must not break the step
         problem = error
     return result, problem

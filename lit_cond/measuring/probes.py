@@ -89,7 +89,8 @@ class AttentionProbe(Probe):
         sites: The layers that the module holds.
         note: Called with each one when it has run, without gradients.
         failed: Called with what looking or `note` raises.
-        max_samples: How many samples to look at.
+        max_samples: How many samples to look at, see `observe_call`.
+        needed: How many in any case.
     """
 
     def __init__(
@@ -98,11 +99,13 @@ class AttentionProbe(Probe):
         note: Callable[[ObservedAttention], None],
         failed: Callable[[Exception], None],
         max_samples: int,
+        needed: int = 1,
     ) -> None:
         super().__init__(sites[0].module, failed)
         self.sites = sites
         self.note = note
         self.max_samples = max_samples
+        self.needed = needed
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the module under watch."""
@@ -121,6 +124,7 @@ class AttentionProbe(Probe):
             lambda: self.call_inner(*args, **kwargs),
             self.note,
             self.max_samples,
+            self.needed,
         )
         if problem is not None:
             self.failed(problem)

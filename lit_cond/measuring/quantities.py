@@ -90,9 +90,13 @@ def spectra_of_each(matrices: Sequence[Tensor]) -> list[Spectrum]:
     return [result[index] for index in range(len(matrices))]
 
 
-def score_spectra(sample: ObservedSample) -> list[Spectrum]:
-    """Return the spectrum of the softmax matrix (n, m) of each head."""
-    return spectra_of(sample.probabilities, sample.query.dtype, OBSERVED_FLOOR)
+def score_spectra(sample: ObservedSample, max_queries: int) -> list[Spectrum]:
+    """Return the spectrum of the softmax matrix (n, m) of each head, or of some of its rows where it has more.
+
+    By interlacing the condition number of some rows is a lower bound of that of all, unless there are more queries than
+    keys.
+    """
+    return spectra_of(sample.rows(sample.spread(max_queries)), sample.query.dtype, OBSERVED_FLOOR)
 
 
 def attention_spectra(sample: ObservedSample) -> list[Spectrum]:
@@ -110,18 +114,22 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
         ConfigurationError: If the closed form does not hold in this layer.
     """
     inputs = _inputs(observed, sample)
+    most = max(max_rows, sample.value.shape[-1])
+    rows = sample.spread(most // sample.value.shape[-1])
+    probabilities = sample.rows(rows)
+    query, key, value = (t.double() for t in (sample.query[:, rows], sample.key, sample.value))
     result = []
-    for head in range(sample.query.shape[0]):
+    for head in range(len(query)):
         spectrum = attention_jacobian_singular_values(
-            inputs["query"],
+            inputs["query"][rows],
             inputs["key"],
             inputs["value"],
-            sample.query[head].double(),
-            sample.key[head].double(),
-            sample.value[head].double(),
-            sample.probabilities[head],
+            query[head],
+            key[head],
+            value[head],
+            probabilities[head],
             observed.scale or 1.0,
-            max_rows=max(max_rows, sample.value.shape[-1]),
+            max_rows=most,
         )
         rtol = max(spectrum.rtol, OBSERVED_FLOOR if sample.query.dtype != torch.float64 else 0.0)
         shape = (spectrum.rows, spectrum.parameters)
@@ -130,8 +138,10 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
     return result
 
 
-def bounds(observed: ObservedAttention, sample: ObservedSample) -> list[JacobianBound]:
+def bounds(observed: ObservedAttention, sample: ObservedSample, max_queries: int) -> list[JacobianBound]:
     """Return Theorem 3.4's bound on the condition number of each head's Jacobian, with its factors.
+
+    Where there are more queries, those of some rows of the softmax.
 
     Raises:
         ConfigurationError: If the layer is none that the theorem speaks of.
@@ -142,7 +152,8 @@ def bounds(observed: ObservedAttention, sample: ObservedSample) -> list[Jacobian
         raise ConfigurationError(f"'{site.name}': the theorem is about self-attention")
     query, key, value = (_head_weights(site, role, sample.query.shape[0]) for role in ROLES)
     # One matrix X: what the values are made of, in the precision in which the model computed it.
-    return jacobian_bounds(inputs["value"].to(sample.value.dtype), query, key, value, sample.probabilities)
+    probabilities = sample.rows(sample.spread(max_queries))
+    return jacobian_bounds(inputs["value"].to(sample.value.dtype), query, key, value, probabilities)
 
 
 def _inputs(observed: ObservedAttention, sample: ObservedSample) -> Mapping[Role, Tensor]:
@@ -170,20 +181,26 @@ def _effective(view: WeightView, site: AttentionSite) -> Tensor:
     return read.detach() if weight is None else weight.current_effective
 
 
-def entropy_numbers(sample: ObservedSample) -> dict[str, Tensor]:
+def entropy_numbers(sample: ObservedSample, max_queries: int = 256) -> dict[str, Tensor]:
     """Return how concentrated attention is, head by head; queries that can see one key only have no choice.
+
+    Args:
+        sample: The sample.
+        max_queries: How many queries to look at, evenly spread.
 
     Returns:
         `entropy`: mean entropy of a query's row, in nats (heads,). `entropy_share`: the same divided by the logarithm
         of how many keys the query may see, so that uniform attention has 1. `saturated`: share of queries whose largest
         probability is at least 0.99. NaN where no query has a choice.
     """
-    choice = sample.seen >= 2
-    rows = row_entropy(sample.probabilities[:, choice])
+    chosen = sample.spread(max_queries)
+    probabilities, seen = sample.rows(chosen), sample.seen[chosen]
+    choice = seen >= 2
+    rows = row_entropy(probabilities[:, choice])
     return {
         "entropy": rows.mean(dim=-1),
-        "entropy_share": (rows / sample.seen[choice].double().log()).mean(dim=-1),
-        "saturated": saturated_share(sample.probabilities, visible=sample.seen),
+        "entropy_share": (rows / seen[choice].double().log()).mean(dim=-1),
+        "saturated": saturated_share(probabilities, visible=seen),
     }
 
 

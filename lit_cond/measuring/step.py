@@ -36,7 +36,6 @@ QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
 OBSERVED: tuple[Quantity, ...] = ("entropy", "scores", "attention", "jacobian", "jacobian_bound")
 """The quantities for which attention is looked at while it runs."""
 
-_ENTROPY_NUMBERS = 2**20
 _ENTROPIES = ("entropy", "entropy_share", "saturated")
 # The factors of the bound; that of the softmax is the one over its range, since the other is always infinite.
 _FACTORS = ("tokens", "query", "key", "value", "scores", "softmax_derivative")
@@ -53,6 +52,7 @@ class MeasuringSettings:
         per_head: Whether numbers of single heads are kept.
         max_samples: Samples of a batch that tokens and entropy look at.
         matrix_samples: Samples that scores, attention and Jacobians look at.
+        max_queries: Queries of a sample that scores and entropy look at.
         jacobian_rows: Outputs (tokens times channels) of a head whose Jacobian is measured.
     """
 
@@ -61,6 +61,7 @@ class MeasuringSettings:
     per_head: bool
     max_samples: int
     matrix_samples: int
+    max_queries: int
     jacobian_rows: int
 
 
@@ -127,7 +128,7 @@ class MeasuredStep:
         samples = self.settings.max_samples if "entropy" in self.due else self.settings.matrix_samples
         for group in sites_by_module(site for site in self.sites if self._can_be_observed(site, observed)):
             failed = self._failed(observed, [site.name for site in group])
-            yield AttentionProbe(group, self._see_attention, failed, samples)
+            yield AttentionProbe(group, self._see_attention, failed, samples, self.settings.matrix_samples)
 
     def pairs(self) -> Iterator[tuple[str, str]]:
         """Yield each quantity of samples that is due with each of its layers, the same in every process."""
@@ -150,11 +151,16 @@ class MeasuredStep:
 
     def absent(self) -> dict[tuple[str, str], Exception]:
         """Return the layers that have no number though nothing failed, as those that were skipped at random."""
-        return {
+        found: dict[tuple[str, str], Exception] = {
             (quantity, layer): ConfigurationError(f"'{layer}': it did not run in this step, or had no tokens")
             for quantity, layer in self.pairs()
             if (quantity, layer) not in self._seen and (quantity, layer) not in self.failures
         }
+        for site, role in product(self.sites, ROLES):
+            if role in self.due and not site.views.get(role):
+                reason = site.notes.get(role, "it has none")
+                found[role, site.name] = ConfigurationError(f"'{site.name}': no matrix makes its {role}: {reason}")
+        return found
 
     def _can_be_observed(self, site: AttentionSite, observed: Sequence[str]) -> bool:
         reason = why_not(site)
@@ -203,13 +209,13 @@ class MeasuredStep:
         """Measure one quantity of a layer and return of how many samples."""
         layer, settings = observed.site.name, self.settings
         if quantity == "entropy":
-            numbers = [entropy_numbers(sample) for sample in observed.samples[: _affordable(observed)]]
+            numbers = [entropy_numbers(sample, settings.max_queries) for sample in observed.samples]
             for name in _ENTROPIES if numbers else ():
                 self.found.heads(name, "scores", layer, torch.stack([n[name] for n in numbers], dim=1).tolist())
             return len(numbers)
         samples = observed.samples[: settings.matrix_samples]
         if quantity == "jacobian_bound":
-            found = [bounds(observed, sample) for sample in samples]
+            found = [bounds(observed, sample, settings.max_queries) for sample in samples]
             by_head = list(zip(*found, strict=True))
             if not found:
                 return 0
@@ -220,13 +226,9 @@ class MeasuredStep:
             return len(samples)
         if quantity == "jacobian":
             spectra = [jacobian_spectra(observed, sample, settings.jacobian_rows) for sample in samples]
+        elif quantity == "scores":
+            spectra = [score_spectra(sample, settings.max_queries) for sample in samples]
         else:
-            spectra = [(score_spectra if quantity == "scores" else attention_spectra)(sample) for sample in samples]
+            spectra = [attention_spectra(sample) for sample in samples]
         self.found.matrices(quantity, layer, spectra, settings.statistics)
         return len(samples)
-
-
-def _affordable(observed: ObservedAttention) -> int:
-    """Return how many samples have enough rows for a mean entropy: the first, and others up to a million numbers."""
-    size = max((sample.probabilities.numel() for sample in observed.samples), default=1)
-    return max(1, _ENTROPY_NUMBERS // size)

@@ -9,7 +9,7 @@ multi-head function are all of that at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,15 +32,22 @@ _HARMLESS = frozenset(
     (
         *("add", "add_", "__add__", "__radd__", "__iadd__", "__sub__", "sub", "masked_fill", "masked_fill_", "where"),
         *("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone", "expand"),
-        *("to", "float", "double", "type", "type_as", "half", "bfloat16", "__getitem__", "permute", "transpose"),
+        *("to", "float", "double", "type", "type_as", "half", "bfloat16", "__getitem__"),
         *("max", "amax", "detach", "dropout", "nan_to_num"),
     )
 )
+_TURNS = frozenset(("transpose", "transpose_", "swapaxes", "swapdims", "permute", "mT", "T", "t", "adjoint"))
+_OTHER_TERM = "its scores hold a term that is made of tokens and no product of query and key"
+_MIXED = "its scores are mixed by a weight"
+_LOST = "its scores change the places of their axes"
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Scores:
-    """A product of two activations, and what has become of it since."""
+    """A product of two activations, and what has become of it on one way since.
+
+    `placed` are the axes of the tokens of each, from the end.
+    """
 
     left: Operand
     right: Operand
@@ -154,16 +161,16 @@ class Watch(TorchFunctionMode):
         if not flows:
             return
         flow = _joined(flows, len(flows) == len(inputs))
+        if flow.scores and name not in _SOFTMAXES:
+            flow = replace(flow, scores=tuple(_changed(s, name, inputs, args, kwargs) for s in flow.scores))
         if name in _SOFTMAXES and flow.scores:
             axis = kwargs.get("dim", args[1] if len(args) > 1 else -1)
             logits = inputs[0] if before is None else before
+            scores = flow.scores
             if flow.projections:
-                for scores in flow.scores:
-                    scores.obstacle = "its scores hold a term that is made of tokens and no product of query and key"
-            softmax = _Softmax(flow.scores, logits.detach(), axis if isinstance(axis, int) else -1)
+                scores = tuple(replace(s, obstacle=_OTHER_TERM) for s in scores)
+            softmax = _Softmax(scores, logits.detach(), axis if isinstance(axis, int) else -1)
             flow = _Flow(softmaxes=(softmax,))
-        elif flow.scores:
-            _change(flow.scores, name, inputs, args)
         for output in outputs:
             self._seen.put(output, flow)
 
@@ -190,9 +197,8 @@ class Watch(TorchFunctionMode):
             if flows[1 - weight].weight:
                 return _Flow(weight=True)
             if flows[1 - weight].scores or flows[1 - weight].softmaxes:  # talking heads
-                for scores in flows[1 - weight].scores:
-                    scores.obstacle = "its scores are mixed by a weight"
-                return flows[1 - weight]
+                mixed = tuple(replace(s, obstacle=_MIXED) for s in flows[1 - weight].scores)
+                return replace(flows[1 - weight], scores=mixed)
             placed = product.placed[weight][-1] if product.placed[weight] else -1
             return _Flow(
                 projections=(Projection(sides[1 - weight], product.contracted[1 - weight][-1], output, placed),),
@@ -236,20 +242,49 @@ def _attended(softmax: _Softmax, value: Operand) -> Attended:
     )
 
 
-def _change(scores: Sequence[_Scores], name: str, inputs: Sequence[Tensor], args: Sequence[Any]) -> None:
-    """Note what a function does to scores on their way to the softmax."""
-    factor: float | None = None
+def _changed(
+    scores: _Scores, name: str, inputs: Sequence[Tensor], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> _Scores:
+    """Return what a function makes of scores on their way to the softmax."""
     if name in _TIMES or name in _OVER:
-        other = args[1] if len(args) > 1 else None
-        if isinstance(other, (int, float)) or (isinstance(other, Tensor) and other.numel() == 1):
-            factor = float(other)
-        if factor is not None and factor != 0:
-            for part in scores:
-                part.scale *= factor if name in _TIMES else 1 / factor
-            return
-    if name not in _HARMLESS:
-        for part in scores:
-            part.obstacle = f"its scores pass `{name}` before the softmax"
+        factor = next((a for a in args if isinstance(a, (int, float))), None)
+        single = [t for t in inputs if t.numel() == 1]
+        if factor is None and len(single) == 1 and len(inputs) == 2:
+            factor = float(single[0])
+        divided = name in _OVER and not isinstance(args[0], (int, float))
+        if factor and (divided or name in _TIMES):
+            return replace(scores, scale=scores.scale * (1 / factor if divided else factor))
+    elif name in _TURNS:
+        placed = _turned(scores.placed, name, args, kwargs)
+        return replace(scores, placed=placed) if placed is not None else replace(scores, obstacle=_LOST)
+    elif name in _HARMLESS:
+        return scores
+    return replace(scores, obstacle=f"its scores pass `{name}` before the softmax")
+
+
+def _turned(
+    placed: tuple[int, int], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[int, int] | None:
+    """Return where the axes of the tokens are after the axes of scores have changed places, None if that is lost."""
+    tensor: Tensor = args[0] if args else kwargs["input"]
+    order = list(range(tensor.ndim))
+    rest = [*args[1:], *(kwargs[key] for key in ("dim0", "dim1", "dims") if key in kwargs)]
+    if name in ("mT", "T", "t", "adjoint"):
+        a, b = (-2, -1)
+    elif name == "permute":
+        dims = rest[0] if rest and isinstance(rest[0], (list, tuple)) else rest
+        order = [d % tensor.ndim for d in dims]
+        return (
+            order.index(placed[0] % tensor.ndim) - tensor.ndim,
+            order.index(placed[1] % tensor.ndim) - tensor.ndim,
+        )
+    elif len(rest) == 2:
+        a, b = rest
+    else:
+        return None
+    swapped = {a % tensor.ndim: b % tensor.ndim, b % tensor.ndim: a % tensor.ndim}
+    first, second = (swapped.get(p % tensor.ndim, p % tensor.ndim) - tensor.ndim for p in placed)
+    return first, second
 
 
 def _joined(flows: Sequence[_Flow], all_known: bool) -> _Flow:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lit_cond.errors import LitCondError, UnknownAttentionError
 from lit_cond.surgery.families import describe, not_attention, suspicion, unknown_attention
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
-from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name
+from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name, own_parameter
 from lit_cond.surgery.tracing.cores import BLIND
 from lit_cond.surgery.tracing.entrance import Entrance
 from lit_cond.surgery.tracing.trace import Trace, TracedSite, trace_attention
@@ -85,6 +85,12 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
         ran = site.name in called or any(view.owner_name in called for _, view in site)
         if ran and site.name in opaque:
             survey.notes.append(f"'{site.name}' runs a kernel that can not be looked into: the table of layouts serves")
+            survey.sites.append(site)
+        elif ran and any(own_parameter(view.module, view.tensor_name) is None for _, view in site):
+            survey.notes.append(
+                f"'{site.name}' computes its weight (weight_norm, spectral_norm, pruning), which hides the parameters "
+                "from a forward pass: the table of layouts serves"
+            )
             survey.sites.append(site)
         elif ran:
             survey.left_alone[site.name] = _NO_SOFTMAX

@@ -285,6 +285,16 @@ def test_g2_a_weight_that_is_computed_is_measured_as_it_is_read(tmp_path, norm):
     assert math.isfinite(rows[0][1]["cond/jacobian/net.blocks.0.attn"])
 
 
+@pytest.mark.parametrize("attention", ["fused", "functional"])
+def test_g2_a_fused_weight_that_is_computed_is_found_in_a_traced_model(tmp_path, attention):
+    module = make_module(attention=attention)
+    module.example_input_array = torch.rand(2, 6, 12)
+    parametrizations.weight_norm(module.net.blocks[0].attn.qkv)
+    weight = module.net.blocks[0].attn.qkv.weight[32:64]
+    row = first_row(tmp_path, module, make_loader(), ConditionNumberMonitor())
+    assert row["cond/key/net.blocks.0.attn"] == pytest.approx(numpy_kappa(weight), rel=1e-2)
+
+
 def test_g3_a_collapsed_layer_stops_the_run_and_writes_a_report(tmp_path):
     rule = "numerical_rank/query/min < 8 or cond/tokens/max > 1e6 for 3 steps"
     settings = {"every_n_steps": 1, "statistics": ["numerical_rank"], "intervals": {"spectrum": 1}, "stop_when": rule}

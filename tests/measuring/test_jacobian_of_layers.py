@@ -149,13 +149,13 @@ def test_scores_output_and_bound_are_those_of_a_plain_computation(name):
         logits = projected["query"] @ projected["key"].mT / (WIDTH // HEADS) ** 0.5
         expected = logits.masked_fill(causal, -torch.inf).softmax(dim=-1)
         torch.testing.assert_close(sample.probabilities, expected)
-        kappas = [s.condition for s in score_spectra(sample)]
+        kappas = [s.condition for s in score_spectra(sample, 256)]
         assert kappas == pytest.approx(torch.linalg.cond(expected).tolist(), rel=1e-6)
         outputs = expected @ projected["value"]
         assert [s.condition for s in attention_spectra(sample)] == pytest.approx(
             torch.linalg.cond(outputs).tolist(), rel=1e-6
         )
-        for head, bound in enumerate(bounds(layer, sample)):
+        for head, bound in enumerate(bounds(layer, sample, 256)):
             block = slice(head * 4, head * 4 + 4)
             assert bound.tokens == pytest.approx(float(torch.linalg.cond(x[sample.index])), rel=1e-6)
             for role in ("query", "key", "value"):
@@ -210,7 +210,7 @@ def test_where_the_closed_form_does_not_hold_is_said(name):
     def note(layer):
         for quantity in (
             lambda: jacobian_spectra(layer, layer.samples[0], 64),
-            lambda: bounds(layer, layer.samples[0]),
+            lambda: bounds(layer, layer.samples[0], 256),
         ):
             with pytest.raises(ConfigurationError, match=f"'{layer.site.name}': .*{reason}"):
                 quantity()

@@ -1,6 +1,9 @@
 """What is observed while attention runs, against what the models themselves say of it."""
 
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import timm
@@ -9,8 +12,11 @@ import transformers
 from torch import nn
 
 from lit_cond.measuring.probes import observe_forward
+from lit_cond.measuring.watch import Watch
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.samples import Sample
+
+ROOT = Path(__file__).parents[2]
 
 
 def observed(model, *args, limit=8, **kwargs):
@@ -183,6 +189,89 @@ def test_padding_changes_nothing(name, side, implementation):
         )
         torch.testing.assert_close(layer.samples[0].output, alone[name].samples[0].output, rtol=1e-4, atol=1e-6)
         assert layer.samples[1].probabilities.tolist() == [[[1.0]]] * 4
+
+
+def test_attention_sinks_take_their_share():
+    config = transformers.GptOssConfig(
+        hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_hidden_layers=1,
+        intermediate_size=16, num_local_experts=2, num_experts_per_tok=1, vocab_size=50, layer_types=["full_attention"],
+    )  # fmt: skip
+    model = transformers.AutoModel.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        model.layers[0].self_attn.sinks.fill_(1.0)
+    ids = torch.randint(3, 50, (2, 6))
+    expected = model(input_ids=ids, output_attentions=True).attentions[0]
+    (layer,) = observed(model, input_ids=ids)[0].values()
+    torch.testing.assert_close(layer.samples[1].probabilities, expected[1].double(), rtol=1e-4, atol=1e-6)
+    assert layer.samples[1].probabilities.sum(-1).max() < 0.99
+
+
+class BothWays(nn.Module):
+    """One product of two streams, read along either axis, each with a scale of its own (Grounding DINO)."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.va, self.vb = (nn.Linear(8, 8) for _ in range(4))
+        self.num_heads = 1
+
+    def forward(self, x, y):
+        scores = self.a(x) @ self.b(y).mT
+        forth = (scores * 0.5).softmax(-1) @ self.vb(y)
+        back = (scores.transpose(1, 2) / 4.0).softmax(-1) @ self.va(x)
+        return forth, back
+
+
+def test_a_product_that_is_read_along_both_axes():
+    model = BothWays()
+    x, y = torch.randn(2, 3, 8), torch.randn(2, 5, 8)
+    seen = []
+    with Watch(model, seen.append, 2):
+        model(x, y)
+    forth, back = seen
+    assert (forth.scale, back.scale) == (0.5, 0.25)
+    assert [o.tensor.shape[o.tokens] for o in (forth.query, forth.key, forth.value)] == [3, 5, 5]
+    assert [o.tensor.shape[o.tokens] for o in (back.query, back.key, back.value)] == [5, 3, 3]
+    torch.testing.assert_close(back.logits, (model.b(y) @ model.a(x).mT / 4).detach())
+
+
+class Long(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = 8
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 8, 8)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+def test_a_long_sequence_is_measured_at_some_queries_within_bounded_memory():
+    # The whole softmax of one of the samples would take 4.3 GB in float64.
+    program = """
+import resource, torch
+from tests.measuring.test_observe import Long
+from lit_cond.measuring.observe import observe_call
+from lit_cond.measuring.quantities import *
+from lit_cond.surgery import register_fused, find_attention
+register_fused(Long, "qkv")
+model = Long()
+x = torch.randn(4, 8192, 64)
+(site,) = find_attention(model)
+with torch.no_grad():
+    model(x)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    def note(layer):
+        assert len(layer.samples) == 1
+        sample = layer.samples[0]
+        entropy_numbers(sample, 64), score_spectra(sample, 64), jacobian_spectra(layer, sample, 64)
+        assert sample.spread(64).tolist() == [64 + 128 * i for i in range(64)]
+    _, problem = observe_call([site], model, lambda: model(x), note, 8)
+    assert problem is None, problem
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 800  # MiB
 
 
 class Opaque(nn.Module):
