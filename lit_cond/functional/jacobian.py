@@ -159,7 +159,7 @@ def attention_jacobian_singular_values(
     eps(float64)`` or, if any input is narrower than float64, ``eps(float32)`` parts of the largest; up to a condition
     number of 1e9 of float64 inputs the relative error is below 1e-2.
 
-    Memory beside the inputs in float64 is about ``8 * max_rows * (6 * max_rows + 3 * M + 2 * min(M, Dk))`` bytes, plus
+    Memory beside the inputs in float64 is about ``8 * max_rows * (14 * max_rows + 3 * M + 2 * min(M, Dk))`` bytes, plus
     ``8 * max_rows * M * d / v`` with key maps; time grows with the cube of ``max_rows``.
 
     Args:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -408,3 +410,31 @@ def test_bad_arguments(function, changes, message):
 def test_max_rows_must_hold_a_token():
     with pytest.raises(ConfigurationError, match=r"max_rows=3 .* at least 4"):
         attention_jacobian_singular_values(**Head().arguments(), max_rows=3)
+
+
+@pytest.mark.parametrize("kind", ["plain", "tokens of rank one", "key maps"])
+def test_memory_of_a_large_head_is_what_is_documented(kind):
+    # A process of its own, whose peak nothing else has raised. Tokens of rank one take the route of the factors.
+    program = f"""
+import resource, torch
+from lit_cond.functional import attention_jacobian_singular_values, attention_probabilities
+kind, max_rows, m, width, d = {kind!r}, 1024, 197, 768, 64
+x = torch.randn(m, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+if kind == "tokens of rank one":
+    x = x[:1] * torch.linspace(1, 2, m, dtype=torch.float64)[:, None]
+q, k, v = (x @ torch.randn(width, d, dtype=torch.float64) / width for _ in range(3))
+p = attention_probabilities(q, k, 0.125)
+maps = torch.eye(d, dtype=torch.float64).repeat(m, 1, 1) if kind == "key maps" else None
+torch.linalg.eigvalsh(torch.eye(300, dtype=torch.float64))  # libraries that load late
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+found = attention_jacobian_singular_values(x, x, x, q, k, v, p, 0.125, max_rows=max_rows, key_maps=maps)
+used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+assert found.rows == max_rows
+inputs = 8 * (3 * x.numel() + 3 * q.numel() + p.numel()) + (0 if maps is None else 16 * maps.numel())
+documented = 8 * max_rows * (14 * max_rows + 3 * m + 2 * min(m, width) + (0 if maps is None else m)) + inputs
+print(used / 2**20, documented / 2**20)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    used, documented = map(float, result.stdout.split())
+    assert used < documented + 16
+    assert documented < 1000
