@@ -1,6 +1,6 @@
 """What measuring costs, as ratios of times taken in turn in one process.
 
-    python scripts/benchmark_monitors.py [--only weights jacobian] [--rounds 5] [--threads 1]
+    python scripts/benchmark_monitors.py [--only weights jacobian monitor] [--rounds 5] [--threads 1]
 
 Parts:
 
@@ -11,6 +11,9 @@ Parts:
   head, against condition numbers from their singular values, and against the same where a layer is differentiated at
   once, which is how one would write it.
 
+- monitor: a training of a timm model by Lightning with `ConditionNumberMonitor`, quantity by quantity, and all of them
+  at their default intervals.
+
 "ratio" is the median over rounds of the other's time over ours, "worst" its smallest; "error" is the largest relative
 error of ours against a float64 SVD of the same numbers, "other's" that of the other.
 """
@@ -19,19 +22,26 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import timm
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
+from lit_cond.callbacks import ConditionedTokens, ConditionNumberMonitor, SpectralConditioning
 from lit_cond.functional import (
     attention_jacobian_spectra,
     attention_probabilities,
     extreme_singular_values,
     spectral_correction,
 )
+from lit_cond.measuring.step import QUANTITIES
 from lit_cond.surgery.parallel import side_by_side
 
 NUMBER, SIZE = 36, 768  # weights of a ViT-B
@@ -169,17 +179,128 @@ def compare_jacobians(rounds: int) -> list[Comparison]:
     return [matrix, number, layerwise, *([together] if together.ours else [])]
 
 
-# A third part, the whole monitor at its default intervals against the step that is not monitored, goes here: a function
-# from the number of rounds to comparisons, and its name below.
+def measure_monitor(rounds: int, model: str, batch_size: int, conditioned: bool) -> list[str]:
+    """Return the cost of every quantity in a training by Lightning, and of all at their default intervals.
+
+    Each quantity is measured in every second step; what a measured step takes longer than the one after it, divided by
+    the interval, is its share of every step.
+    """
+    results = {}
+    step_times: list[float] = []
+    for group, names in GROUPS.items():
+        measured, plain = _paired_steps(names, rounds, model, batch_size, conditioned)
+        step_times += plain
+        results[group] = statistics.median(a - b for a, b in zip(measured, plain, strict=True))
+    step = statistics.median(step_times)
+    defaults = ConditionNumberMonitor().intervals
+    lines = [f"{model}, batch {batch_size}: a step takes {step:.2f} s (quartiles {_quartiles(step_times)})"]
+    total = 0.0
+    for group, cost in results.items():
+        # The last name: of the whole spectra of weights, measured with the weights, that of the spectra.
+        interval = defaults[GROUPS[group][-1]]
+        total += cost / interval
+        lines.append(
+            f"{group:28} {cost:8.2f} s every {interval:5} steps: {100 * cost / interval / step:6.2f} % of a step"
+        )
+    lines.append(f"{'all, at default intervals':28} {'':28} {1 + total / step:.4f} of the step without monitor")
+    return lines
+
+
+GROUPS = {
+    "query, key, value": ("query", "key", "value"),
+    "all singular values of these": ("query", "key", "value", "spectrum"),
+    "tokens": ("tokens",),
+    "entropy": ("entropy",),
+    "scores": ("scores",),
+    "attention": ("attention",),
+    "jacobian": ("jacobian",),
+    "jacobian_bound": ("jacobian_bound",),
+}
+
+
+class _Classifier(LightningModule):
+    def __init__(self, net: torch.nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class _Clock(Callback):
+    """Listed first and last: the time of each step with what the callbacks between do."""
+
+    def __init__(self, times: list[float], sign: int) -> None:
+        self.times = times
+        self.sign = sign
+
+    @property
+    def state_key(self) -> str:
+        return f"clock {self.sign}"
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        if self.sign < 0:
+            self.times.append(-time.perf_counter())
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.sign > 0:
+            self.times[-1] += time.perf_counter()
+
+
+def _paired_steps(
+    names: Sequence[str], rounds: int, model: str, batch_size: int, conditioned: bool
+) -> tuple[list[float], list[float]]:
+    """Return the times of steps that measure some quantities, and of the steps right after them."""
+    torch.manual_seed(0)
+    network: Any = timm.create_model(model)
+    net = _Classifier(network)
+    batch = (torch.randn(batch_size, *network.pretrained_cfg["input_size"]), torch.randint(0, 1000, (batch_size,)))
+    batches: Any = [batch] * (2 * rounds + 2)
+    loader: Any = torch.utils.data.DataLoader(batches, batch_size=None)
+    never = 10**9
+    monitor = ConditionNumberMonitor(
+        intervals={name: 2 if name in names else never for name in (*QUANTITIES, "spectrum")}
+    )
+    times: list[float] = []
+    corrections = [SpectralConditioning(), ConditionedTokens()] if conditioned else []
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            logger=TensorBoardLogger(folder),
+            callbacks=[_Clock(times, -1), *corrections, monitor, _Clock(times, 1)],
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(net, loader)
+    # The first pair measures everything, and warms up.
+    return times[2::2], times[3::2]
+
+
+def _quartiles(values: Sequence[float]) -> str:
+    low, _, high = statistics.quantiles(values, n=4)
+    return f"{low:.2f} - {high:.2f}"
+
+
 PARTS: dict[str, Callable[[int], list[Comparison]]] = {"weights": compare_weights, "jacobian": compare_jacobians}
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
+    parser.add_argument(
+        "--only", nargs="+", choices=[*PARTS, "monitor"], default=[*PARTS, "monitor"], help="parts to run"
+    )
     parser.add_argument("--rounds", type=int, default=5, help="how often each part is run")
     parser.add_argument("--threads", type=int, help="threads of torch; its own choice if left out")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="model of timm, for the part monitor")
+    parser.add_argument("--batch-size", type=int, default=4, help="its batch size")
+    parser.add_argument("--conditioned", action="store_true", help="its weights and tokens carry corrections")
     options = parser.parse_args()
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -189,10 +310,13 @@ def main() -> None:
             "other s", "other's"
         )
     )
-    for part in options.only:
+    for part in [part for part in options.only if part in PARTS]:
         PARTS[part](1)  # warm
         for comparison in PARTS[part](options.rounds):
             print(comparison.row(), flush=True)
+    if "monitor" in options.only:
+        for line in measure_monitor(options.rounds, options.model, options.batch_size, options.conditioned):
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ __all__ = ["OVER_LAYERS", "MonitorCharts"]
 OVER_LAYERS = ("mean", "max", "min", "nonfinite")
 """Endings of keys that say something of all layers."""
 
-# A figure takes 0.1 to 0.2 s: so much of the time of a training may go into drawing. The last ones are drawn at its end.
+# A figure takes 0.1 to 0.2 s: this share of a training's time may go into drawing. The last ones are drawn at its end.
 _SHARE = 0.01
 
 

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional.attention import row_entropy, saturated_share
 from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
-from lit_cond.functional.jacobian import attention_jacobian_singular_values
+from lit_cond.functional.jacobian import JacobianSpectrum
 from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bounds
+from lit_cond.functional.jacobian_heads import attention_jacobian_spectra
 from lit_cond.functional.spectrum import effective_rank, stable_rank
 from lit_cond.measuring.head_inputs import head_inputs
 from lit_cond.measuring.heads import per_query_head
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample
 from lit_cond.surgery.apply import existing
+from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView
 
 __all__ = [
@@ -117,20 +119,19 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
     most = max(max_rows, sample.value.shape[-1])
     rows = sample.spread(most // sample.value.shape[-1])
     probabilities = sample.rows(rows)
-    query, key, value = (t.double() for t in (sample.query[:, rows], sample.key, sample.value))
+    x, y, z = inputs["query"][rows], inputs["key"], inputs["value"]
+    operands = [t.double() for t in (sample.query[:, rows], sample.key, sample.value, probabilities)]
+    scale = 1.0 if observed.scale is None else observed.scale
+
+    def spectra(heads: slice) -> list[JacobianSpectrum]:
+        query, key, value, p = (t[heads] for t in operands)
+        return attention_jacobian_spectra(x, y, z, query, key, value, p, scale, max_rows=most)
+
+    count = len(probabilities)
+    size = -(-count // min(count, torch.get_num_threads()))
+    parts = side_by_side(spectra, [slice(i, i + size) for i in range(0, count, size)], operands)
     result = []
-    for head in range(len(query)):
-        spectrum = attention_jacobian_singular_values(
-            inputs["query"][rows],
-            inputs["key"],
-            inputs["value"],
-            query[head],
-            key[head],
-            value[head],
-            probabilities[head],
-            observed.scale or 1.0,
-            max_rows=most,
-        )
+    for head, spectrum in enumerate(s for part in parts for s in part):
         rtol = max(spectrum.rtol, OBSERVED_FLOOR if sample.query.dtype != torch.float64 else 0.0)
         shape = (spectrum.rows, spectrum.parameters)
         condition = float(condition_of_spectrum(spectrum.values, shape, torch.float64, rtol))

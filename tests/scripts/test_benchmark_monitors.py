@@ -32,3 +32,16 @@ def test_table(script, capsys, monkeypatch):
     assert lines[1].split() == ["other", "ms", "ours", "ms", "ratio", "worst", "error", "other's"]
     assert all(len(line.rsplit(maxsplit=6)) == 7 for line in lines[2:])
     assert "kappa" in lines[2]
+
+
+def test_the_monitor_in_a_training(script, capsys, monkeypatch):
+    arguments = ["--only", "monitor", "--model", "test_vit", "--batch-size", "2", "--rounds", "1", "--conditioned"]
+    monkeypatch.setattr(sys, "argv", ["benchmark_monitors.py", *arguments])
+    monkeypatch.setattr(script, "GROUPS", {"tokens": ("tokens",), "jacobian": ("jacobian",)})
+    script.main()
+    lines = capsys.readouterr().out.splitlines()[-4:]
+    assert lines[0].startswith("test_vit, batch 2: a step takes")
+    assert lines[1].split()[0] == "tokens"
+    assert "every   100 steps" in lines[1]
+    assert "every  1000 steps" in lines[2]
+    assert lines[3].startswith("all, at default intervals")
