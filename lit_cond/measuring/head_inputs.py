@@ -1,19 +1,23 @@
 """What each head of a layer projects: the tokens that its Jacobian with respect to the weights needs.
 
-The closed form holds where a query, key or value is the product of tokens with one weight, times a number. That is
-checked on the values: what does not agree (rotary positions, normalised queries) is declined with the reason.
+The closed form holds where a query, key or value is the product of tokens with one weight, times a number or a map of
+its own for each token (rotary positions, a normalisation of each head). That is checked on the values, and what does
+not agree is declined with the reason.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from lit_cond.measuring.heads import by_head, canonical
+from lit_cond.measuring.heads import by_head, canonical, per_query_head
+from lit_cond.measuring.maps import token_maps
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample
-from lit_cond.measuring.records import Operand
+from lit_cond.measuring.records import Operand, Step
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role
 
 __all__ = ["HeadInputs", "head_inputs"]
@@ -25,9 +29,12 @@ class HeadInputs:
 
     Args:
         tokens: For each role (tokens, channels), times the factor between the projection and what entered the kernel.
+        maps: For roles with more than a factor between: the derivative of each token by what the projection returned
+            for it (heads, tokens, d, c).
     """
 
     tokens: dict[Role, Tensor]
+    maps: dict[Role, Tensor]
 
 
 def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInputs | str:
@@ -39,16 +46,20 @@ def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInpu
         return observed.obstacle or "its scores are more than a product of queries and keys"
     operands: dict[Role, Operand] = {"query": attended.query, "key": attended.key, "value": attended.value}
     places: dict[Role, Tensor] = {"query": sample.queries, "key": sample.keys, "value": sample.keys}
-    tokens: dict[Role, Tensor] = {}
+    found = HeadInputs({}, {})
     for role in ROLES:
-        projected = _tokens(site, role, operands[role], sample.index)
+        projected = _tokens(site, role, operands[role], sample.index, attended.steps)
         if isinstance(projected, str):
             return projected
-        tokens[role] = projected[places[role]]
-    return HeadInputs(tokens)
+        found.tokens[role] = projected[0][places[role]]
+        if projected[1] is not None:
+            found.maps[role] = per_query_head(projected[1][None], len(sample.query))[0][:, places[role]]
+    return found
 
 
-def _tokens(site: AttentionSite, role: Role, operand: Operand, index: int) -> Tensor | str:
+def _tokens(
+    site: AttentionSite, role: Role, operand: Operand, index: int, steps: Sequence[Step]
+) -> tuple[Tensor, Tensor | None] | str:
     if len(operand.projections) != 1:
         made = f"made by {len(operand.projections)} projections" if operand.projections else "not projected here"
         return f"its {role} is {made}"
@@ -64,21 +75,33 @@ def _tokens(site: AttentionSite, role: Role, operand: Operand, index: int) -> Te
     channels = _channels(site, role, outputs.shape[-1], len(view.layout.rows))
     if channels is None or inputs.shape[-1] != view.in_features:
         return f"the rows of its {role} are not known in what is projected"
-    x, u = inputs.flatten(0, -2), outputs.flatten(0, -2)
-    count = entered.shape[1]
-    if not count or len(x) % count:
-        return f"its {role} has other tokens than were projected"
-    for of_sample in _orders(len(x), count, index):
-        projected = u[of_sample][:, channels.to(u.device)].double()
-        if projected.shape[1] % entered.shape[2]:
-            break
-        split = projected.reshape(count, -1, entered.shape[2]).transpose(0, 1)
-        factor = _factor(split, entered, operand.tensor.dtype)
+    x = inputs.flatten(0, -2)
+    count, width = entered.shape[1:]
+    groups = len(channels) // width
+    if not count or len(x) % count or len(channels) % width or not groups or len(entered) % groups:
+        return f"its {role} has other tokens or heads than were projected"
+
+    def placed(like: Tensor, of_sample: slice) -> Tensor:
+        rows = like.movedim(projection.output_axis, -1).flatten(0, -2)[of_sample][:, channels.to(like.device)]
+        return rows.reshape(count, groups, width).transpose(0, 1)
+
+    def heads_of(like: Tensor) -> Tensor:
+        # Of a key that is repeated for several queries, the first.
+        moved = like.movedim((operand.tokens, operand.channels), (-2, -1))
+        return by_head(moved, heads)[index][:: len(entered) // groups]
+
+    orders = _orders(len(x), count, index)
+    for of_sample in orders:
+        factor = _factor(placed(projection.output.detach(), of_sample).double(), entered, operand.tensor.dtype)
         if factor is not None:
-            return x[of_sample].double() * factor
+            return x[of_sample].double() * factor, None
+    for of_sample in orders:
+        maps = token_maps(steps, projection, operand.tensor, heads_of, partial(placed, of_sample=of_sample))
+        if maps is not None:
+            return x[of_sample].double(), maps.double()
     return (
-        f"its {role} is more than a product of tokens with a weight (rotary positions, a normalisation), for which "
-        "there is no closed form here"
+        f"its {role} is more than a product of tokens with a weight and a map of each token (heads or tokens are mixed "
+        "in between), for which there is no closed form here"
     )
 
 

@@ -316,9 +316,8 @@ def run_on_the_side(
             call(*mapped(args, _copied), **mapped(kwargs, _copied))
     except Exception as error:  # handed on: a measurement that fails must not break the step
         for probe in probes:
-            if not probe.done:
-                probe.done = True
-                probe.failed(error)
+            probe.done = True
+            probe.failed(error)
 
 
 def _copied(tensor: Tensor) -> Tensor:

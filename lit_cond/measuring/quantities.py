@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +17,7 @@ from lit_cond.functional.jacobian import JacobianSpectrum
 from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bounds
 from lit_cond.functional.jacobian_heads import attention_jacobian_spectra
 from lit_cond.functional.spectrum import effective_rank, stable_rank
-from lit_cond.measuring.head_inputs import head_inputs
+from lit_cond.measuring.head_inputs import HeadInputs, head_inputs
 from lit_cond.measuring.heads import per_query_head
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample
 from lit_cond.surgery.apply import existing
@@ -119,13 +119,19 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
     most = max(max_rows, sample.value.shape[-1])
     rows = sample.spread(most // sample.value.shape[-1])
     probabilities = sample.rows(rows)
-    x, y, z = inputs["query"][rows], inputs["key"], inputs["value"]
+    x, y, z = inputs.tokens["query"][rows], inputs.tokens["key"], inputs.tokens["value"]
+    query_maps, key_maps, value_maps = (inputs.maps.get(role) for role in ROLES)
+    query_maps = None if query_maps is None else query_maps[:, rows]
     operands = [t.double() for t in (sample.query[:, rows], sample.key, sample.value, probabilities)]
     scale = 1.0 if observed.scale is None else observed.scale
 
     def spectra(heads: slice) -> list[JacobianSpectrum]:
         query, key, value, p = (t[heads] for t in operands)
-        return attention_jacobian_spectra(x, y, z, query, key, value, p, scale, max_rows=most)
+        maps = [None if t is None else t[heads] for t in (query_maps, key_maps, value_maps)]
+        return attention_jacobian_spectra(
+            x, y, z, query, key, value, p, scale, max_rows=most,
+            query_maps=maps[0], key_maps=maps[1], value_maps=maps[2],
+        )  # fmt: skip
 
     count = len(probabilities)
     size = -(-count // min(count, torch.get_num_threads()))
@@ -149,19 +155,22 @@ def bounds(observed: ObservedAttention, sample: ObservedSample, max_queries: int
     """
     inputs = _inputs(observed, sample)
     site = observed.site
-    if inputs["query"].shape != inputs["value"].shape or site.kind == "cross":
+    tokens = inputs.tokens
+    if tokens["query"].shape != tokens["value"].shape or site.kind == "cross":
         raise ConfigurationError(f"'{site.name}': the theorem is about self-attention")
+    if inputs.maps:
+        raise ConfigurationError(f"'{site.name}': the theorem is about heads without rotary positions or normalisation")
     query, key, value = (_head_weights(site, role, sample.query.shape[0]) for role in ROLES)
     # One matrix X: what the values are made of, in the precision in which the model computed it.
     probabilities = sample.rows(sample.spread(max_queries))
-    return jacobian_bounds(inputs["value"].to(sample.value.dtype), query, key, value, probabilities)
+    return jacobian_bounds(tokens["value"].to(sample.value.dtype), query, key, value, probabilities)
 
 
-def _inputs(observed: ObservedAttention, sample: ObservedSample) -> Mapping[Role, Tensor]:
+def _inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInputs:
     found = head_inputs(observed, sample)
     if isinstance(found, str):
         raise ConfigurationError(f"'{observed.site.name}': {found}")
-    return found.tokens
+    return found
 
 
 def _head_weights(site: AttentionSite, role: Role, heads: int) -> Tensor:

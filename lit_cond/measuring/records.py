@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Attended", "Operand", "Projection"]
+__all__ = ["Attended", "Operand", "Projection", "Step"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,25 @@ class Projection:
     input_axis: int
     output: Tensor
     output_axis: int
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One function that ran on what a projection made.
+
+    Args:
+        function: The function.
+        args: Its arguments.
+        kwargs: Likewise by name.
+        outputs: The tensors that it returned, or changed.
+        in_place: Whether it changed its first argument.
+    """
+
+    function: Any
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    outputs: tuple[Tensor, ...]
+    in_place: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +77,7 @@ class Attended:
         logits: What the softmax was taken of (..., queries, keys), where it was an operation of its own.
         mask: Mask of a fused kernel: boolean, True where a key may be seen, or additive.
         is_causal: Whether the fused kernel hides later tokens.
+        steps: What ran between the projections and here.
     """
 
     query: Operand
@@ -66,3 +88,4 @@ class Attended:
     logits: Tensor | None = None
     mask: Tensor | None = None
     is_causal: bool = False
+    steps: Sequence[Step] = ()

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lit_cond.measuring.multihead import multi_head_attention
-from lit_cond.measuring.records import Attended, Operand, Projection
+from lit_cond.measuring.records import Attended, Operand, Projection, Step
 from lit_cond.surgery.tracing.graph import is_floating, tensors_in
 from lit_cond.surgery.tracing.operations import METADATA, Product, product_of
 
@@ -103,6 +103,7 @@ class Watch(TorchFunctionMode):
         self._observe = observe
         self._samples = samples
         self._seen = _Seen()
+        self._steps: list[Step] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -121,10 +122,11 @@ class Watch(TorchFunctionMode):
         elif name == "scaled_dot_product_attention":
             self._look(self._fused(args, kwargs))
         else:
-            self._follow(name, args, kwargs, result, logits)
+            self._follow(func, name, args, kwargs, result, logits)
         return result
 
     def _look(self, attended: Attended) -> None:
+        attended.steps = self._steps
         with torch.no_grad():
             self._observe(attended)
 
@@ -147,7 +149,13 @@ class Watch(TorchFunctionMode):
         return () if flow is None else flow.projections
 
     def _follow(
-        self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, before: Tensor | None
+        self,
+        func: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        before: Tensor | None,
     ) -> None:
         inputs = [*tensors_in(args), *tensors_in(dict(kwargs))]
         flows = [flow for t in inputs if (flow := self._flow(t)) is not None]
@@ -171,6 +179,9 @@ class Watch(TorchFunctionMode):
                 scores = tuple(replace(s, obstacle=_OTHER_TERM) for s in scores)
             softmax = _Softmax(scores, logits.detach(), axis if isinstance(axis, int) else -1)
             flow = _Flow(softmaxes=(softmax,))
+        elif flow.projections and not flow.scores and not flow.softmaxes:
+            changed = name == "__setitem__" or any(output is t for output in outputs for t in inputs[:1])
+            self._steps.append(Step(func, args, kwargs, tuple(outputs), changed))
         for output in outputs:
             self._seen.put(output, flow)
 

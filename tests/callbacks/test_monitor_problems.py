@@ -121,12 +121,12 @@ def test_d5_attention_is_measured_with_default_settings(tmp_path, name):
 
 
 def test_d5_what_can_not_be_measured_is_one_error_that_names_the_layer(tmp_path):
-    net = transformers.AutoModel.from_config(transformers.LlamaConfig(**SMALL, vocab_size=20))
+    net = transformers.AutoModel.from_config(transformers.Olmo2Config(**SMALL, vocab_size=20))
     batch = {"input_ids": torch.arange(12).view(2, 6)}
-    with pytest.raises(ConfigurationError, match=r"^jacobian can not be measured: 'net.layers.0.self_attn': .*rotary"):
+    with pytest.raises(ConfigurationError, match=r"^jacobian can not be measured: 'net.layers.0.self_attn': .*mixed"):
         first_row(tmp_path, Wrapped(net), alone(batch), ConditionNumberMonitor(quantities=["jacobian"], prog_bar=None))
     assert not any("forward" in module.__dict__ for module in net.modules())
-    with pytest.warns(LitCondWarning, match=r"^jacobian(_bound)?: not measured: .*rotary"):
+    with pytest.warns(LitCondWarning, match=r"^jacobian(_bound)?: not measured: .*mixed"):
         row = first_row(tmp_path, Wrapped(net), alone(batch), ConditionNumberMonitor())
     assert {"cond/scores/mean", "cond/tokens/mean", "entropy/scores/min"} <= set(row)
     assert not any(key.startswith("cond/jacobian") for key in row)

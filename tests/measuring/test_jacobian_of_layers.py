@@ -65,7 +65,32 @@ class Grouped(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
+class Rotary(nn.Module):
+    """Attention of a language model with its rotary positions, causal, without the output projection."""
+
+    def __init__(self, config, implementation):
+        super().__init__()
+        model = transformers.AutoModel.from_config(config, attn_implementation=implementation)
+        self.attn, self.rotary = model.layers[0].self_attn, model.rotary_emb
+        without_projection(self.attn, "o_proj")
+
+    def forward(self, x):
+        positions = self.rotary(x, torch.arange(x.shape[1]).unsqueeze(0))
+        mask = torch.zeros(x.shape[1], x.shape[1], dtype=x.dtype).masked_fill(
+            torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1), -torch.inf
+        )
+        return self.attn(x, position_embeddings=positions, attention_mask=mask[None, None].expand(len(x), 1, -1, -1))
+
+
+LANGUAGE = {
+    "hidden_size": WIDTH, "num_attention_heads": HEADS, "num_key_value_heads": 1, "num_hidden_layers": 1,
+    "intermediate_size": 8, "vocab_size": 9, "head_dim": 4,
+}  # fmt: skip
+
 MODULES = {
+    "llama, rotary, eager": lambda: Rotary(transformers.LlamaConfig(**LANGUAGE), "eager"),
+    "llama, rotary, sdpa": lambda: Rotary(transformers.LlamaConfig(**LANGUAGE), "sdpa"),
+    "qwen3, rotary and normalised": lambda: Rotary(transformers.Qwen3Config(**LANGUAGE), "sdpa"),
     "timm, fused": lambda: timm_attention(True),
     "timm, plain": lambda: timm_attention(False),
     "torch": lambda: without_projection(ATTENTION["torch"](WIDTH, HEADS), "mha.out_proj"),
@@ -98,7 +123,7 @@ def test_the_jacobian_of_each_head_is_that_of_autograd(name):
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.ndim == 1:
-                parameter.normal_()
+                parameter.normal_()  # biases, and the scales of normalisations
     x = torch.randn(2, TOKENS, WIDTH, dtype=torch.float64)
     site, layer = observe(module, x)
     measured = jacobian_spectra(layer, layer.samples[0], 512)
@@ -169,14 +194,14 @@ def _bias(view):
 
 
 DECLINED = {
-    "rotary positions": (
+    "a normalisation over all heads": (
         lambda: transformers.AutoModel.from_config(
-            transformers.LlamaConfig(
+            transformers.Olmo2Config(
                 hidden_size=16, num_attention_heads=4, num_hidden_layers=1, intermediate_size=8, vocab_size=9
             )
         ),
-        {"input_ids": torch.ones(1, 4, dtype=torch.long)},
-        r"its query is more than a product .*rotary",
+        {"input_ids": torch.arange(4).view(1, 4)},
+        r"its query is more than a product .*heads or tokens are mixed",
     ),
     "channels": (
         lambda: timm.create_model("xcit_nano_12_p16_224", img_size=64, depth=1),
