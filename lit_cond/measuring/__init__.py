@@ -5,6 +5,7 @@
 | module | what it does |
 | --- | --- |
 | `watch.py` | a `TorchFunctionMode`: sees queries, keys, values and the softmax of one call of an attention module |
+| `flows.py` | what has reached a tensor on the way: projections, scores, softmaxes |
 | `multihead.py` | the same for `F.multi_head_attention_forward`, whose inside is one function |
 | `heads.py` | operands of any layout as (samples, heads, tokens, channels), and which tokens are real |
 | `observe.py` | one attention layer as it ran: `ObservedAttention` |

@@ -20,7 +20,7 @@ from lit_cond.measuring.observe import ObservedAttention, ObservedSample
 from lit_cond.measuring.records import Operand, Step
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role
 
-__all__ = ["HeadInputs", "head_inputs"]
+__all__ = ["HeadInputs", "changed_softmax", "head_inputs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,6 +42,8 @@ def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInpu
     site, attended = observed.site, observed.attended
     if site.kind == "channel":
         return "its softmax runs over channels, and the closed form is that of tokens"
+    if attended.after is not None:
+        return changed_softmax(attended.after)
     if observed.scale is None:
         return observed.obstacle or "its scores are more than a product of queries and keys"
     operands: dict[Role, Operand] = {"query": attended.query, "key": attended.key, "value": attended.value}
@@ -55,6 +57,11 @@ def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInpu
         if projected[1] is not None:
             found.maps[role] = per_query_head(projected[1][None], len(sample.query))[0][:, places[role]]
     return found
+
+
+def changed_softmax(by: str) -> str:
+    """Return why what a head returns is not the product of its softmax and its values."""
+    return f"its softmax passes {by} before it meets the values"
 
 
 def _tokens(

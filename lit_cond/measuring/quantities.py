@@ -17,7 +17,7 @@ from lit_cond.functional.jacobian import JacobianSpectrum
 from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bounds
 from lit_cond.functional.jacobian_heads import attention_jacobian_spectra
 from lit_cond.functional.spectrum import effective_rank, stable_rank
-from lit_cond.measuring.head_inputs import HeadInputs, head_inputs
+from lit_cond.measuring.head_inputs import HeadInputs, changed_softmax, head_inputs
 from lit_cond.measuring.heads import per_query_head
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample
 from lit_cond.surgery.apply import existing
@@ -101,8 +101,14 @@ def score_spectra(sample: ObservedSample, max_queries: int) -> list[Spectrum]:
     return spectra_of(sample.rows(sample.spread(max_queries)), sample.query.dtype, OBSERVED_FLOOR)
 
 
-def attention_spectra(sample: ObservedSample) -> list[Spectrum]:
-    """Return the spectrum of what each head returns (n, v), before the output projection."""
+def attention_spectra(observed: ObservedAttention, sample: ObservedSample) -> list[Spectrum]:
+    """Return the spectrum of what each head returns (n, v), before the output projection.
+
+    Raises:
+        ConfigurationError: If that is not the product of the softmax and the values (talking heads, gates).
+    """
+    if observed.attended.after is not None:
+        raise ConfigurationError(f"'{observed.site.name}': {changed_softmax(observed.attended.after)}")
     return spectra_of(sample.output, sample.query.dtype, OBSERVED_FLOOR)
 
 

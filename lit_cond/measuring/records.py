@@ -77,6 +77,7 @@ class Attended:
         logits: What the softmax was taken of (..., queries, keys), where it was an operation of its own.
         mask: Mask of a fused kernel: boolean, True where a key may be seen, or additive.
         is_causal: Whether the fused kernel hides later tokens.
+        after: What changes the softmax before it meets the values, None if nothing does.
         steps: What ran between the projections and here.
     """
 
@@ -88,4 +89,5 @@ class Attended:
     logits: Tensor | None = None
     mask: Tensor | None = None
     is_causal: bool = False
+    after: str | None = None
     steps: Sequence[Step] = ()

@@ -229,6 +229,6 @@ class MeasuredStep:
         elif quantity == "scores":
             spectra = [score_spectra(sample, settings.max_queries) for sample in samples]
         else:
-            spectra = [attention_spectra(sample) for sample in samples]
+            spectra = [attention_spectra(observed, sample) for sample in samples]
         self.found.matrices(quantity, layer, spectra, settings.statistics)
         return len(samples)

@@ -177,7 +177,7 @@ def test_scores_output_and_bound_are_those_of_a_plain_computation(name):
         kappas = [s.condition for s in score_spectra(sample, 256)]
         assert kappas == pytest.approx(torch.linalg.cond(expected).tolist(), rel=1e-6)
         outputs = expected @ projected["value"]
-        assert [s.condition for s in attention_spectra(sample)] == pytest.approx(
+        assert [s.condition for s in attention_spectra(layer, sample)] == pytest.approx(
             torch.linalg.cond(outputs).tolist(), rel=1e-6
         )
         for head, bound in enumerate(bounds(layer, sample, 256)):
@@ -224,6 +224,29 @@ DECLINED = {
         r"(scores hold a term that is made of tokens|sum of several products)",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "inputs", "reason"),
+    [
+        ("cait_xxs24_224", {"img_size": 64, "depth": 1}, "a weight"),
+        ("convit_tiny", {"img_size": 64, "depth": 1}, "`(mul|__rmul__|__mul__)`"),
+    ],
+)
+def test_a_softmax_that_is_changed_before_the_values_is_said(name, inputs, reason):
+    model = timm.create_model(name, **inputs).eval()
+    x = torch.randn(1, 3, 64, 64)
+    site = find_attention(model, sample=[Sample((x,))])[0]
+    seen = []
+
+    def note(layer):
+        assert len(score_spectra(layer.samples[0], 64))
+        with pytest.raises(ConfigurationError, match=f"its softmax passes {reason} before it meets the values"):
+            attention_spectra(layer, layer.samples[0])
+        seen.append(layer)
+
+    assert not observe_forward(model, [site], Sample((x,)), note)
+    assert seen
 
 
 @pytest.mark.parametrize("name", DECLINED)
