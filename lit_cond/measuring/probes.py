@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -174,7 +175,10 @@ def observe_forward(
         return AttentionProbe(group, noted, failed, max_samples)
 
     chosen = list(sites)
-    call = model if sample.method is None else getattr(model, sample.method)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return replace(sample, args=args, kwargs=kwargs).run(model)
+
     run_on_the_side(model, call, [probe(g) for g in sites_by_module(chosen)], sample.args, dict(sample.kwargs))
     for site in chosen:
         if site.name not in seen and site.name not in problems:
