@@ -29,8 +29,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch  # noqa: E402
 
 from lit_cond.errors import LitCondError  # noqa: E402
+from lit_cond.measuring.install import observe_forward  # noqa: E402
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample  # noqa: E402
-from lit_cond.measuring.probes import observe_forward  # noqa: E402
 from lit_cond.measuring.quantities import attention_spectra, entropy_numbers, jacobian_spectra, score_spectra  # noqa: E402
 from lit_cond.surgery.samples import sampled_parts  # noqa: E402
 from lit_cond.surgery.survey import survey_attention  # noqa: E402

@@ -13,13 +13,14 @@ from typing_extensions import override
 
 from lit_cond.callbacks.coverage import Coverage, raise_first, stop_training
 from lit_cond.callbacks.monitor_charts import OVER_LAYERS, MonitorCharts
+from lit_cond.callbacks.monitor_checks import check_order, compiled_code
 from lit_cond.callbacks.reduction import mean_over_processes
 from lit_cond.callbacks.stop_rule import StopRule
 from lit_cond.errors import ConfigurationError, LitCondWarning, NoMatchingTargetError
 from lit_cond.measuring.collection import over_layers
-from lit_cond.measuring.probes import Probes
+from lit_cond.measuring.install import Probes
 from lit_cond.measuring.quantities import STATISTICS
-from lit_cond.measuring.step import QUANTITIES, MeasuredStep, MeasuringSettings, Quantity
+from lit_cond.measuring.step import FACTORS, QUANTITIES, MeasuredStep, MeasuringSettings, Quantity
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.sites import ROLES, AttentionSite, clean_name
 from lit_cond.surgery.token_sites import TokenSite, find_token_sites
@@ -35,7 +36,8 @@ class ConditionNumberMonitor(Callback):
     """Measures the conditioning of attention and logs it; changes nothing in the training.
 
     A condition number is the largest over the smallest singular value, dimensionless, >= 1; of a singular matrix it is
-    `inf`. Matrices of float32 (or narrower) numbers count as singular above 8.4e6, where rounding decides.
+    `inf`. Weights and tokens of float32 (or narrower) numbers count as singular above 8.4e6, where rounding decides;
+    scores, outputs and Jacobians are computed from them in float64 and do so above 1e9.
 
     | quantity | what is measured | each | cost of a measurement, ViT-B on two CPU cores |
     | --- | --- | --- | --- |
@@ -138,11 +140,11 @@ class ConditionNumberMonitor(Callback):
             **{f"intervals[{name!r}]": value for name, value in (intervals or {}).items()},
         }
         for name, count in counts.items():
-            if count < 1:
-                raise ConfigurationError(f"`{name}` must be >= 1, got {count}")
-        statistics = ["stable_rank"] if statistics is None else list(statistics)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise ConfigurationError(f"`{name}` must be a whole number >= 1, got {count!r}")
         _all_known("quantities", quantities or (), QUANTITIES)
-        _all_known("statistics", statistics, STATISTICS)
+        _all_known("statistics", statistics or (), STATISTICS)
+        statistics = ["stable_rank"] if statistics is None else list(statistics)
         _all_known("intervals", intervals or (), (*QUANTITIES, "spectrum"))
         if quantities is not None and not quantities:
             raise ConfigurationError("`quantities` is empty; leave it out to measure all")
@@ -183,7 +185,8 @@ class ConditionNumberMonitor(Callback):
             quantities=self.quantities,
             include=self.include,
             exclude=self.exclude,
-            every_n_steps=self.every_n_steps,
+            intervals=self.intervals,
+            settings=self.settings,
         )
 
     @override
@@ -217,12 +220,14 @@ class ConditionNumberMonitor(Callback):
                     raise
                 warnings.warn(f"tokens: not measured: {error}", LitCondWarning, stacklevel=2)
         self._seeable = self.quantities
-        if _is_compiled(pl_module):
+        obstacle = compiled_code(pl_module)
+        if obstacle is not None:
             self._seeable = tuple(quantity for quantity in self.quantities if quantity in ROLES)
             if self._seeable != self.quantities:
                 if self.required:
-                    raise ConfigurationError(_COMPILED)
-                warnings.warn(_COMPILED, LitCondWarning, stacklevel=2)
+                    raise ConfigurationError(obstacle)
+                warnings.warn(obstacle, LitCondWarning, stacklevel=2)
+        check_order(trainer, self)
         if self.stop_rule is not None:
             self.stop_rule.check(self._groups())
 
@@ -320,9 +325,13 @@ class ConditionNumberMonitor(Callback):
         for quantity in self.quantities:
             if quantity == "entropy":
                 groups |= {"entropy/scores", "entropy_share/scores", "saturated/scores"}
-            else:
-                groups |= {f"{name}/{quantity}" for name in ("cond", "cond_raw", *self.settings.statistics)}
-        return groups
+                continue
+            groups |= {f"{name}/{quantity}" for name in ("cond", *self.settings.statistics)}
+            if quantity in (*ROLES, "tokens") and self.settings.raw:
+                groups.add(f"cond_raw/{quantity}")
+            if quantity == "jacobian_bound":
+                groups |= {f"bound/{factor}" for factor in FACTORS}
+        return groups | {f"skipped/{quantity}" for quantity in self.quantities}
 
     def _tell(self, trainer: Trainer, pl_module: LightningModule, current: MeasuredStep) -> None:
         """Say what was not measured, and why, when it is the first time; raise where it was asked for."""
@@ -366,18 +375,9 @@ class ConditionNumberMonitor(Callback):
         self._charts, self._coverage = MonitorCharts(self.histogram, self.heatmap), Coverage()
 
 
-_COMPILED = (
-    "attention and tokens can not be looked at inside a LightningModule that is compiled as a whole; compile the "
-    "network in it (self.net = torch.compile(self.net)), or measure quantities=['query', 'key', 'value']"
-)
-
-
-def _is_compiled(pl_module: LightningModule) -> bool:
-    """Whether the training step itself is compiled, which Lightning (2.6) notes in a private attribute only."""
-    return getattr(pl_module, "_compiler_ctx", None) is not None
-
-
 def _all_known(argument: str, given: Any, known: Any) -> None:
+    if isinstance(given, str):
+        raise ConfigurationError(f"`{argument}` is a list, got {given!r}; write [{given!r}]")
     for name in given:
         if name not in known:
             raise ConfigurationError(f"`{argument}` may hold {', '.join(known)}, got {name!r}")

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_cond.callbacks.charts import log_text
-from lit_cond.errors import ConfigurationError, LitCondWarning
+from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
 from lit_cond.measuring.coverage import coverage_lines, coverage_table
 from lit_cond.surgery.sites import AttentionSite
 from lit_cond.surgery.survey import survey_attention
@@ -97,5 +97,5 @@ def stop_training(trainer: Trainer, reason: str, step: int, values: Mapping[str,
 
 
 def _reason(error: Exception) -> str:
-    text = str(error) if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, LitCondError) else f"it is not understood ({type(error).__name__}: {error})"
     return text.partition("\n")[0]

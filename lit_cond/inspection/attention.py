@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lit_cond.errors import LitCondError
 from lit_cond.functional.attention import predicted_attention_entropy
+from lit_cond.measuring.install import observe_forward
 from lit_cond.measuring.observe import ObservedAttention
-from lit_cond.measuring.probes import observe_forward
 from lit_cond.measuring.quantities import entropy_numbers
 from lit_cond.surgery.apply import effective_matrix
 from lit_cond.surgery.samples import Sample, sampled_parts

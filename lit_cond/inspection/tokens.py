@@ -13,7 +13,8 @@ from torch import Tensor
 from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
 from lit_cond.functional.tokens import is_prefix_safe, token_correction
 from lit_cond.inspection.attention import Inputs, first_line
-from lit_cond.measuring.probes import InputProbe, run_on_the_side
+from lit_cond.measuring.install import run_on_the_side
+from lit_cond.measuring.probes import InputProbe
 from lit_cond.measuring.quantities import finite_mean
 from lit_cond.measuring.token_matrices import TokenMatrices, token_matrices
 from lit_cond.surgery.rules import TokenRule

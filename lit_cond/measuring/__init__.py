@@ -11,7 +11,8 @@
 | `observe.py` | one attention layer as it ran: `ObservedAttention` |
 | `head_inputs.py` | the tokens that a head projects, for its Jacobian |
 | `maps.py` | rotary positions and normalisations between projection and attention, as a matrix for each token |
-| `probes.py` | where to look while a model trains, compiled or not; `observe_forward` for a single forward pass |
+| `probes.py` | what looks at the first call of a module, for one step |
+| `install.py` | probes on a model, compiled or not; `observe_forward` for a single forward pass |
 | `quantities.py` | condition numbers, spectra and entropies of what was observed |
 | `collection.py` | these numbers by log key, and what is said of all layers together |
 """

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_cond.measuring.quantities import Spectrum, finite_mean, statistics_of
 
-__all__ = ["OVER_LAYERS", "Collection", "over_layers"]
+__all__ = ["OVER_LAYERS", "Collection", "layer_key", "over_layers"]
 
 # What is logged over layers: the mean, and the end of the range that says something is wrong.
 OVER_LAYERS: dict[str, tuple[str, ...]] = {
@@ -28,6 +28,12 @@ OVER_LAYERS: dict[str, tuple[str, ...]] = {
 _COUNTED = ("cond", "cond_raw")
 
 
+def layer_key(layer: str) -> str:
+    """Return a layer's name as a part of a key: without slashes, and told apart from what is said over layers."""
+    name = layer.replace("/", ":")
+    return f"{name}_" if name in ("mean", "max", "min", "nonfinite") else name
+
+
 class Collection:
     """What one measurement has found, layer by layer.
 
@@ -43,7 +49,7 @@ class Collection:
 
     def add(self, statistic: str, quantity: str, layer: str, value: float) -> None:
         """Add one number of a layer."""
-        self.values[f"{statistic}/{quantity}/{layer}"] = value
+        self.values[f"{statistic}/{quantity}/{layer_key(layer)}"] = value
 
     def heads(self, statistic: str, quantity: str, layer: str, values: Sequence[Sequence[float]]) -> None:
         """Add numbers of heads and samples: their mean over those that are finite.
@@ -57,7 +63,7 @@ class Collection:
         self.add(statistic, quantity, layer, finite_mean(v for head in values for v in head))
         if self.per_head and len(values) > 1:
             for index, head in enumerate(values):
-                self.values[f"{statistic}/{quantity}/{layer}/head_{index}"] = finite_mean(head)
+                self.values[f"{statistic}/{quantity}/{layer_key(layer)}/head_{index}"] = finite_mean(head)
 
     def matrices(
         self, quantity: str, layer: str, samples: Sequence[Sequence[Spectrum]], statistics: Iterable[str]

@@ -41,7 +41,7 @@ _HARMLESS_AFTER = frozenset(
     (
         *("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten", "contiguous", "clone", "expand", "detach"),
         *("to", "float", "double", "type", "type_as", "half", "bfloat16", "__getitem__", "dropout", "nan_to_num"),
-        *("permute", "transpose", "swapaxes", "swapdims", "mT", "masked_fill", "masked_fill_"),
+        *("permute", "transpose", "swapaxes", "swapdims", "mT"),
     )
 )
 _TURNS = frozenset(("transpose", "transpose_", "swapaxes", "swapdims", "permute", "mT", "T", "t", "adjoint"))

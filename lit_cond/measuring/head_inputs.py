@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lit_cond.measuring.heads import by_head, canonical, per_query_head
 from lit_cond.measuring.maps import token_maps
-from lit_cond.measuring.observe import ObservedAttention, ObservedSample
+from lit_cond.measuring.observe import ObservedAttention, ObservedSample, heads_of
 from lit_cond.measuring.records import Operand, Step
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role
 
@@ -49,8 +49,9 @@ def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInpu
     operands: dict[Role, Operand] = {"query": attended.query, "key": attended.key, "value": attended.value}
     places: dict[Role, Tensor] = {"query": sample.queries, "key": sample.keys, "value": sample.keys}
     found = HeadInputs({}, {})
+    batch = len(by_head(canonical(attended.query), site.num_heads))
     for role in ROLES:
-        projected = _tokens(site, role, operands[role], sample.index, attended.steps)
+        projected = _tokens(site, role, operands[role], sample.index, attended.steps, batch)
         if isinstance(projected, str):
             return projected
         found.tokens[role] = projected[0][places[role]]
@@ -65,7 +66,7 @@ def changed_softmax(by: str) -> str:
 
 
 def _tokens(
-    site: AttentionSite, role: Role, operand: Operand, index: int, steps: Sequence[Step]
+    site: AttentionSite, role: Role, operand: Operand, index: int, steps: Sequence[Step], samples: int
 ) -> tuple[Tensor, Tensor | None] | str:
     if len(operand.projections) != 1:
         made = f"made by {len(operand.projections)} projections" if operand.projections else "not projected here"
@@ -77,7 +78,7 @@ def _tokens(
     if view is None or view.layout.groups > 1 or inputs.shape[:-1] != outputs.shape[:-1]:
         return f"its {role} is no product of tokens with one weight"
     whole = canonical(operand)
-    heads = _heads(whole, site, role)
+    heads = site.num_heads if role == "query" else heads_of(operand, samples)
     entered = by_head(whole, heads)[index].double()
     channels = _channels(site, role, outputs.shape[-1], len(view.layout.rows))
     if channels is None or inputs.shape[-1] != view.in_features:
@@ -92,7 +93,7 @@ def _tokens(
         rows = like.movedim(projection.output_axis, -1).flatten(0, -2)[of_sample][:, channels.to(like.device)]
         return rows.reshape(count, groups, width).transpose(0, 1)
 
-    def heads_of(like: Tensor) -> Tensor:
+    def of_heads(like: Tensor) -> Tensor:
         # Of a key that is repeated for several queries, the first.
         moved = like.movedim((operand.tokens, operand.channels), (-2, -1))
         return by_head(moved, heads)[index][:: len(entered) // groups]
@@ -103,18 +104,13 @@ def _tokens(
         if factor is not None:
             return x[of_sample].double() * factor, None
     for of_sample in orders:
-        maps = token_maps(steps, projection, operand.tensor, heads_of, partial(placed, of_sample=of_sample))
+        maps = token_maps(steps, projection, operand.tensor, of_heads, partial(placed, of_sample=of_sample))
         if maps is not None:
             return x[of_sample].double(), maps.double()
     return (
         f"its {role} is more than a product of tokens with a weight and a map of each token (heads or tokens are mixed "
         "in between), for which there is no closed form here"
     )
-
-
-def _heads(whole: Tensor, site: AttentionSite, role: Role) -> int | None:
-    count, queries = site.heads(role), site.num_heads
-    return queries if role == "query" or count is None or queries in whole.shape[:-2] else count
 
 
 def _channels(site: AttentionSite, role: Role, width: int, rows: int) -> Tensor | None:
@@ -148,7 +144,8 @@ def _factor(made: Tensor, entered: Tensor, dtype: torch.dtype) -> float | None:
     made, entered = (torch.where(finite, t, 0) for t in (made, entered))
     size = (made * made).sum()
     factor = (made * entered).sum() / torch.where(size > 0, size, 1)
-    wrong = (entered - factor * made).norm()
-    tolerance = 32 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    # Entry by entry, as rounding goes: a normalisation moves each token by another factor.
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    agrees = (entered - factor * made).abs() <= 4 * eps * entered.abs() + 1e-30
     # Nothing at all is projected where both are zero, as in a layer that was initialised so.
-    return float(factor) if bool(wrong <= tolerance * entered.norm()) and bool(factor != 0) else None
+    return float(factor) if bool(agrees.all()) and bool(factor != 0) else None

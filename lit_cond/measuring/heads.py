@@ -12,6 +12,10 @@ from lit_cond.measuring.records import Operand
 __all__ = ["by_head", "canonical", "per_query_head", "real_tokens", "visible"]
 
 
+# No real logit, and no position bias of a sequence of up to 10,000 tokens, is as low.
+_HIDDEN = -9e3
+
+
 def canonical(operand: Operand) -> Tensor:
     """Return an operand with its tokens and channels last (..., tokens, channels)."""
     return operand.tensor.detach().movedim((operand.tokens, operand.channels), (-2, -1))
@@ -51,22 +55,23 @@ def per_query_head(tensor: Tensor, heads: int) -> Tensor:
 def visible(mask: Tensor) -> Tensor:
     """Return where a mask, or logits with a mask added, let a key be seen (same shape).
 
-    Hidden is minus infinity, or about the lowest number of the dtype.
+    Hidden is minus infinity, or any number that stands for it in models: the lowest of a dtype, -1e9, -1e4.
     """
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 4
+    return mask if mask.dtype == torch.bool else mask > _HIDDEN
 
 
-def real_tokens(seen: Tensor) -> tuple[Tensor, Tensor]:
+def real_tokens(seen: Tensor, same: bool) -> tuple[Tensor, Tensor]:
     """Return which queries and keys are no padding, as the mask of one sample shows.
 
-    A key is real if a query sees it. A query is real if it sees a key; where queries and keys are the same tokens, as
-    many of each, also only if it is real as a key and sees itself, unless none does.
+    A key is real if a query sees it. A query is real if it sees a key; where queries and keys are the same tokens, also
+    only if it is real as a key and sees itself, unless none does.
 
     Args:
         seen: Which key each query sees (queries, keys).
+        same: Whether queries and keys are the same tokens.
     """
     keys, queries = seen.any(dim=0), seen.any(dim=1)
-    if seen.shape[0] == seen.shape[1]:
+    if same and seen.shape[0] == seen.shape[1]:
         own = seen.diagonal()
         queries = queries & keys & (own if bool(own.any()) else torch.ones_like(own))
         keys = keys & queries if bool(own.any()) else keys

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lit_cond.measuring.records import Projection, Step
-from lit_cond.measuring.values import mapped
+from lit_cond.measuring.values import mapped, random_numbers_kept
 from lit_cond.surgery.tracing.graph import tensors_in
 
 __all__ = ["token_maps"]
@@ -44,7 +44,7 @@ def token_maps(
         heads.
     """
     leaf = projection.output.detach().clone().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), random_numbers_kept([leaf]):
         try:
             again = _replayed(steps, projection.output, leaf.clone(), operand)
         except Exception:  # whatever foreign functions raise when they run a second time
@@ -87,7 +87,8 @@ def _replayed(steps: Sequence[Step], start: Tensor, leaf: Tensor, end: Tensor) -
             known[id(given[0])] = given[0].detach().clone()
 
         def replaced(tensor: Tensor) -> Any:
-            return known.get(id(tensor), tensor.detach())
+            # Copies: a normalisation over a batch would move the statistics of the model.
+            return known[id(tensor)] if id(tensor) in known else tensor.detach().clone()
 
         result = step.function(*mapped(step.args, replaced), **mapped(step.kwargs, replaced))
         made = [known[id(given[0])]] if step.in_place else list(tensors_in(result))

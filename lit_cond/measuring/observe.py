@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -103,30 +104,44 @@ def _observed(site: AttentionSite, attended: Attended, limit: int, needed: int) 
     query = by_head(canonical(attended.query), site.num_heads)
     heads = query.shape[1]
     key, value = (
-        per_query_head(by_head(canonical(operand), _kv_heads(operand, count, heads)), heads)
-        for operand, count in ((attended.key, site.heads("key")), (attended.value, site.heads("value")))
+        per_query_head(by_head(canonical(operand), heads_of(operand, len(query))), heads)
+        for operand in (attended.key, attended.value)
     )
+    if len(key) != len(query) or len(value) != len(query):
+        raise ConfigurationError(f"'{site.name}': its keys or values belong to other samples than its queries")
+    same = _same_tokens(site, attended)
     size = heads * min(query.shape[2], _ROWS_AT_ONCE) * key.shape[2]
     count = min(len(query), max(needed, min(limit, _NUMBERS // max(1, size))))
     logits = None if attended.logits is None else by_head(attended.logits, heads)
+    if query.numel() == 0 or key.numel() == 0:
+        raise ConfigurationError(f"'{site.name}': it attends with no tokens at all")
     if logits is not None and logits.shape[2] != query.shape[2]:
         raise ConfigurationError(f"'{site.name}': its softmax has other rows than there are queries")
     mask = None if logits is not None else _mask(attended, query, key, heads)
     samples = []
     for i in range(count):
         own = None if mask is None else mask[i if len(mask) > 1 else 0]
-        sample = _sample(i, query[i], key[i], value[i], None if logits is None else logits[i], own, attended.scale)
+        sample = _sample(
+            i, query[i], key[i], value[i], None if logits is None else logits[i], own, attended.scale, same
+        )
         if len(sample.queries):
             samples.append(sample)
     return ObservedAttention(site, tuple(samples), count - len(samples), attended, attended.scale, attended.obstacle)
 
 
-def _kv_heads(operand: Operand, count: int | None, heads: int) -> int | None:
-    """Return the heads of keys or values as they were given: as many as there are weights for, or repeated."""
-    leading = canonical(operand).shape[:-2]
-    if count is None or count == heads or heads in leading or not leading:
-        return heads
-    return count
+def heads_of(operand: Operand, samples: int) -> int:
+    """Return how many heads keys or values have: what their leading axes hold besides the samples, at least one."""
+    return max(1, math.prod(canonical(operand).shape[:-2]) // max(1, samples))
+
+
+def _same_tokens(site: AttentionSite, attended: Attended) -> bool:
+    """Whether queries and keys are made of the same tokens, so that padding is the same for both."""
+    if site.kind == "cross":
+        return False
+    made = [[p.inputs for p in operand.projections] for operand in (attended.query, attended.key)]
+    shared = any(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a in made[0] for b in made[1])
+    # A forward pass has told self- from cross-attention; the table of layouts can not.
+    return shared or site.traced or not all(made)
 
 
 def _mask(attended: Attended, query: Tensor, key: Tensor, heads: int) -> Tensor | None:
@@ -151,6 +166,7 @@ def _sample(
     logits: Tensor | None,
     mask: Tensor | None,
     scale: float | None,
+    same: bool,
 ) -> ObservedSample:
     """Return one sample of (heads, tokens, channels) with its logits (heads, n, m), or mask (heads or 1, n or 1, m)."""
     shape = (query.shape[1], key.shape[1])
@@ -160,7 +176,7 @@ def _sample(
         seen = visible(mask).any(dim=0).expand(shape)
     else:
         seen = torch.ones((), dtype=torch.bool, device=query.device).expand(shape)
-    queries, keys = (real.nonzero().flatten() for real in real_tokens(seen))
+    queries, keys = (real.nonzero().flatten() for real in real_tokens(seen, same))
 
     def rows(chosen: Tensor) -> Tensor:
         at = queries[chosen]
@@ -196,8 +212,11 @@ def _sharpened(logits: Tensor, seen: Tensor, query: Tensor, key: Tensor, scale: 
     if scale is not None and logits.dtype != torch.float64:
         exact = scale * (query.double() @ key.double().mT)
         if exact.shape == logits.shape:
-            wrong = torch.where(seen, exact - logits, 0).abs().amax()
-            if bool(wrong <= 32 * torch.finfo(query.dtype).eps * torch.where(seen, exact, 0).abs().amax()):
+            # Each logit is rounded for itself, and by the sum of products that it is.
+            eps = max(torch.finfo(query.dtype).eps, torch.finfo(logits.dtype).eps)
+            size = abs(scale) * (query.double().abs() @ key.double().abs().mT)
+            allowed = 4 * eps * exact.abs() + 32 * torch.finfo(torch.float32).eps * size
+            if bool(((exact - logits).abs() <= allowed)[seen].all()):
                 return exact.masked_fill(~seen, -torch.inf)
     return logits.double()
 
@@ -239,19 +258,27 @@ def observe_call(
 def _mismatch(sites: Sequence[AttentionSite], ran: Sequence[Attended]) -> ConfigurationError | None:
     """Return what is wrong where a module did not run one softmax for each layer.
 
-    One layer may run several of one shape, part of the sequence after part: the first one is a sample like any other.
+    One layer may run several, sequence after sequence (packed images): the first one is a sample like any other.
     """
     first, kind = sites[0].name, type(sites[0].module).__name__
     if not ran:
         return ConfigurationError(
-            f"'{first}' ({kind}) computes its softmax inside a kernel that can not be looked into; use an "
-            "implementation that torch runs itself (attn_implementation='sdpa' or 'eager'), leave the layer out with "
-            "`exclude`, or leave attention out of `quantities`"
+            f"'{first}' ({kind}) computes its softmax where it can not be looked into: in a kernel of its own (use "
+            "attn_implementation='sdpa' or 'eager' where there is a choice) or without torch's softmax; leave it out "
+            "with `exclude`, or leave attention out of `quantities`"
         )
-    shapes = {(a.query.tensor.shape, a.key.tensor.shape, a.value.tensor.shape) for a in ran}
-    if len(ran) != len(sites) and (len(sites) > 1 or len(shapes) > 1):
+    if len(ran) != len(sites) and not (len(sites) == 1 and _are_sequences(sites[0], ran)):
         return ConfigurationError(
-            f"'{first}' ({kind}) ran {len(ran)} softmaxes for {len(sites)} attention layer{'s' * (len(sites) > 1)}, as "
-            "approximations of attention do, so there is no one matrix to measure; leave it out with `exclude`"
+            f"'{first}' ({kind}) ran {len(ran)} softmaxes for {len(sites)} attention layer{'s' * (len(sites) > 1)} (an "
+            "approximation, a difference, or part after part), so there is no one matrix to measure; leave it out with "
+            "`exclude`"
         )
     return None
+
+
+def _are_sequences(site: AttentionSite, ran: Sequence[Attended]) -> bool:
+    """Whether softmaxes belong to different sequences: all heads, as many queries as keys, and keys of their own."""
+    keys = {a.key.tensor.data_ptr() for a in ran}
+    square = all(a.query.tensor.shape[a.query.tokens] == a.key.tensor.shape[a.key.tokens] for a in ran)
+    heads = {by_head(canonical(a.query), site.num_heads).shape[1] for a in ran}
+    return len(keys) == len(ran) and square and (site.num_heads is None or heads == {site.num_heads})

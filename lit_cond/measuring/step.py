@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from lit_cond.errors import ConfigurationError, LitCondError
-from lit_cond.measuring.collection import Collection
+from lit_cond.measuring.collection import Collection, layer_key
 from lit_cond.measuring.observe import ObservedAttention, why_not
 from lit_cond.measuring.probes import AttentionProbe, InputProbe, Probe, sites_by_module
 from lit_cond.measuring.quantities import (
@@ -29,7 +29,7 @@ from lit_cond.measuring.weights import measure_weights
 from lit_cond.surgery.sites import ROLES, AttentionSite
 from lit_cond.surgery.token_sites import TokenSite
 
-__all__ = ["OBSERVED", "QUANTITIES", "MeasuredStep", "MeasuringSettings", "Quantity"]
+__all__ = ["FACTORS", "OBSERVED", "QUANTITIES", "MeasuredStep", "MeasuringSettings", "Quantity"]
 
 Quantity = Literal["query", "key", "value", "tokens", "entropy", "scores", "attention", "jacobian", "jacobian_bound"]
 QUANTITIES: tuple[Quantity, ...] = get_args(Quantity)
@@ -38,7 +38,7 @@ OBSERVED: tuple[Quantity, ...] = ("entropy", "scores", "attention", "jacobian", 
 
 _ENTROPIES = ("entropy", "entropy_share", "saturated")
 # The factors of the bound; that of the softmax is the one over its range, since the other is always infinite.
-_FACTORS = ("tokens", "query", "key", "value", "scores", "softmax_derivative")
+FACTORS = ("tokens", "query", "key", "value", "scores", "softmax_derivative")
 _ATTRIBUTES = {"softmax_derivative": "softmax_derivative_nonzero"}
 
 
@@ -143,10 +143,10 @@ class MeasuredStep:
             if quantity == "entropy":
                 names = [f"{name}/scores" for name in _ENTROPIES]
             elif quantity == "jacobian_bound":
-                names = ["cond/jacobian_bound", *(f"bound/{name}" for name in _FACTORS)]
+                names = ["cond/jacobian_bound", *(f"bound/{name}" for name in FACTORS)]
             else:
                 names = [f"{name}/{quantity}" for name in ("cond", "cond_raw", *self.settings.statistics)]
-            keys += [f"{name}/{layer}" for name in names]
+            keys += [f"{name}/{layer_key(layer)}" for name in names]
         return keys
 
     def absent(self) -> dict[tuple[str, str], Exception]:
@@ -220,7 +220,7 @@ class MeasuredStep:
             if not found:
                 return 0
             self.found.heads("cond", quantity, layer, [[b.bound_nonzero for b in head] for head in by_head])
-            for name in _FACTORS:
+            for name in FACTORS:
                 values = [[float(getattr(b, _ATTRIBUTES.get(name, name))) for b in head] for head in by_head]
                 self.found.heads("bound", name, layer, values)
             return len(samples)

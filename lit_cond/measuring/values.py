@@ -1,14 +1,15 @@
-"""Nested arguments of modules."""
+"""Nested arguments of modules, and leaving random numbers alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["mapped"]
+__all__ = ["mapped", "random_numbers_kept"]
 
 
 def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -21,3 +22,9 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(item, function) for key, item in value.items()}
     return value
+
+
+def random_numbers_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context that gives back the random numbers of the CPU and of the devices of tensors."""
+    devices = {t.device for t in tensors if t.device.type == "cuda" and t.device.index is not None}
+    return torch.random.fork_rng(devices=list(devices))

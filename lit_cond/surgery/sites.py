@@ -7,11 +7,13 @@ transposed Conv1D of GPT-2), 1x1 convolutions, and fused weights whose rows belo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from lit_cond.errors import LostTargetError
 
@@ -25,6 +27,7 @@ __all__ = [
     "WeightView",
     "clean_name",
     "own_parameter",
+    "reading",
 ]
 
 Role = Literal["query", "key", "value"]
@@ -177,14 +180,8 @@ class WeightView:
         """
         if own_parameter(self.module, self.tensor_name) is not None:
             return self.parameter
-        computing = [m for m in self.module.modules() if m is not self.module and m.training]
-        for module in computing:
-            module.training = False
-        try:
+        with reading(self.module):
             value = getattr(self.module, self.tensor_name, None)
-        finally:
-            for module in computing:
-                module.training = True
         return value if isinstance(value, Tensor) and value.is_floating_point() else self.parameter
 
     @property
@@ -203,6 +200,25 @@ class WeightView:
     def matrix(self) -> Tensor:
         """Return the projection (rows, in_features) as the parameter holds it."""
         return self.layout.matrix(self.parameter)
+
+
+@contextmanager
+def reading(model: nn.Module) -> Iterator[None]:
+    """Read weights that parametrizations compute, without a step of spectral normalisation and without random numbers.
+
+    Args:
+        model: A module whose parametrizations are read.
+    """
+    lists = [m for m in model.modules() if isinstance(m, parametrize.ParametrizationList)]
+    computing = [m for outer in lists for m in outer.modules() if m.training]
+    with torch.random.fork_rng(devices=[], enabled=bool(lists)):
+        for module in computing:
+            module.training = False
+        try:
+            yield
+        finally:
+            for module in computing:
+                module.training = True
 
 
 def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lit_cond.errors import LitCondError, UnknownAttentionError
 from lit_cond.surgery.families import describe, not_attention, suspicion, unknown_attention
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
-from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name, own_parameter
+from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView, clean_name, own_parameter, reading
 from lit_cond.surgery.tracing.cores import BLIND
 from lit_cond.surgery.tracing.entrance import Entrance
 from lit_cond.surgery.tracing.trace import Trace, TracedSite, trace_attention
@@ -57,6 +57,11 @@ def survey_attention(model: nn.Module, sample: Any = None, *, trace: bool = True
             these); None takes what the model, or parts of it, say of their inputs.
         trace: Whether to run the model; without, the table of layouts alone is asked.
     """
+    with reading(model):
+        return _surveyed(model, sample, trace)
+
+
+def _surveyed(model: nn.Module, sample: Any, trace: bool) -> Survey:
     survey = Survey()
     contradicted: dict[str, UnknownAttentionError] = {}
     traces = _traces(model, sample, survey.notes) if trace else []

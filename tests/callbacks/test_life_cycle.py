@@ -89,8 +89,8 @@ def all_callbacks():
     return [
         SpectralConditioning(refresh_every_n_steps=3),
         ConditionedTokens(),
-        ConditionNumberMonitor(every_n_steps=2),
         StrengthSchedule("linear", start=0.2, end=1.0, num_steps=10, applies_to="tokens"),
+        ConditionNumberMonitor(every_n_steps=2),
         StrengthSchedule(
             "measured", start=0.5, every_n_steps=2, monitor="cond/query/mean", target=3.0, applies_to="weights"
         ),

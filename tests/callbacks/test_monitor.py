@@ -288,8 +288,8 @@ def test_schedules_say_what_is_wrong(tmp_path):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ConditionNumberMonitor(every_n_steps=0), "`every_n_steps` must be >= 1, got 0"),
-        (lambda: ConditionNumberMonitor(max_samples=0), "`max_samples` must be >= 1, got 0"),
+        (lambda: ConditionNumberMonitor(every_n_steps=0), "`every_n_steps` must be a whole number >= 1, got 0"),
+        (lambda: ConditionNumberMonitor(max_samples=0), "`max_samples` must be a whole number >= 1, got 0"),
         (lambda: ConditionNumberMonitor(quantities=["keys"]), "got 'keys'"),
         (lambda: ConditionNumberMonitor(quantities=[]), "`quantities` is empty"),
         (

@@ -141,12 +141,12 @@ def test_a_module_that_is_compiled_as_a_whole_shows_its_weights(tmp_path):
         return module, logger
 
     plain, _ = fit([])
-    with pytest.warns(LitCondWarning, match=r"compiled as a whole; compile the network"):
+    with pytest.warns(LitCondWarning, match=r"as a whole is compiled; compile the network"):
         module, logger = fit([ConditionNumberMonitor(every_n_steps=2)])
     assert module.losses == plain.losses
     assert {"cond/query/mean", "cond/value/max"} <= set(logger.rows[0][1])
     assert not any(key.startswith(OBSERVED) for _, row in logger.rows for key in row)
-    with pytest.raises(ConfigurationError, match=r"compiled as a whole"):
+    with pytest.raises(ConfigurationError, match=r"as a whole is compiled"):
         fit([ConditionNumberMonitor(quantities=["query", "entropy"])])
 
 

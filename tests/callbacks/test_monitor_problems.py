@@ -45,7 +45,7 @@ class Wrapped(pl.LightningModule):
 def first_row(tmp_path, module, data, monitor, **settings):
     logger = Record()
     make_trainer(tmp_path, [monitor], max_steps=1, logger=logger, **settings).fit(module, data)
-    return next(row for _, row in logger.rows if any(key.startswith("cond/") for key in row))
+    return next(row for _, row in logger.rows if any(key.startswith(("cond/", "entropy/")) for key in row))
 
 
 def alone(item):

@@ -9,8 +9,8 @@ from torch.func import functional_call
 
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional import condition_number
+from lit_cond.measuring.install import observe_forward
 from lit_cond.measuring.observe import observe_call
-from lit_cond.measuring.probes import observe_forward
 from lit_cond.measuring.quantities import attention_spectra, bounds, jacobian_spectra, score_spectra
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.samples import Sample

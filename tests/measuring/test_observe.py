@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import nn
 
-from lit_cond.measuring.probes import observe_forward
+from lit_cond.measuring.install import observe_forward
 from lit_cond.measuring.watch import Watch
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.samples import Sample
@@ -297,9 +297,7 @@ def test_a_kernel_that_can_not_be_looked_into_is_named():
     model = nn.Sequential(Opaque())
     (site,) = [replace(s, name="0") for s in find_attention(model)]
     problems = observe_forward(model, [site], Sample((torch.randn(2, 3, 8),)), lambda _: None)
-    assert str(problems["0"]).startswith(
-        "'0' (Opaque) computes its softmax inside a kernel that can not be looked into"
-    )
+    assert str(problems["0"]).startswith("'0' (Opaque) computes its softmax where it can not be looked into")
     assert "exclude" in str(problems["0"])
 
 
