@@ -20,6 +20,7 @@ from lit_cond.functional.spectrum import effective_rank, stable_rank
 from lit_cond.measuring.head_inputs import HeadInputs, changed_softmax, head_inputs
 from lit_cond.measuring.heads import per_query_head
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample
+from lit_cond.measuring.values import where_decomposed
 from lit_cond.surgery.apply import existing
 from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView
@@ -73,7 +74,7 @@ def spectra_of(matrices: Tensor, dtype: torch.dtype, floor: float = torch.finfo(
         floor: Ratio of singular values up to which a matrix counts as singular where that type is narrower than
             float64.
     """
-    values = singular_values(matrices)
+    values = singular_values(where_decomposed(matrices))
     rtol = max(max(matrices.shape[-2:]) * torch.finfo(torch.float64).eps, floor if dtype != torch.float64 else 0.0)
     conditions = condition_of_spectrum(values, matrices.shape, dtype, rtol).tolist()
     return [Spectrum(v, c, rtol, head) for head, (v, c) in enumerate(zip(values.cpu(), conditions, strict=True))]
@@ -128,7 +129,7 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
     x, y, z = inputs.tokens["query"][rows], inputs.tokens["key"], inputs.tokens["value"]
     query_maps, key_maps, value_maps = (inputs.maps.get(role) for role in ROLES)
     query_maps = None if query_maps is None else query_maps[:, rows]
-    operands = [t.double() for t in (sample.query[:, rows], sample.key, sample.value, probabilities)]
+    operands = [where_decomposed(t).double() for t in (sample.query[:, rows], sample.key, sample.value, probabilities)]
     scale = 1.0 if observed.scale is None else observed.scale
 
     def spectra(heads: slice) -> list[JacobianSpectrum]:
@@ -169,7 +170,8 @@ def bounds(observed: ObservedAttention, sample: ObservedSample, max_queries: int
     query, key, value = (_head_weights(site, role, sample.query.shape[0]) for role in ROLES)
     # One matrix X: what the values are made of, in the precision in which the model computed it.
     probabilities = sample.rows(sample.spread(max_queries))
-    return jacobian_bounds(tokens["value"].to(sample.value.dtype), query, key, value, probabilities)
+    given = (tokens["value"].to(sample.value.dtype), query, key, value, probabilities)
+    return jacobian_bounds(*(where_decomposed(t) for t in given))
 
 
 def _inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInputs:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["mapped", "random_numbers_kept"]
+__all__ = ["mapped", "random_numbers_kept", "where_decomposed"]
+
+# Many small decompositions are far slower on a GPU than on a CPU (PyTorch issues 41306, 86234).
+_SMALL = 1024
 
 
 def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
@@ -22,6 +25,11 @@ def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, dict):
         return {key: mapped(item, function) for key, item in value.items()}
     return value
+
+
+def where_decomposed(tensor: Tensor) -> Tensor:
+    """Return a tensor where its decomposition is fast: small matrices on the CPU, large ones where they are."""
+    return tensor.cpu() if max(tensor.shape[-2:], default=0) <= _SMALL else tensor
 
 
 def random_numbers_kept(tensors: Iterable[Tensor]) -> AbstractContextManager[Any]:

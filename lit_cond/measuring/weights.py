@@ -12,6 +12,7 @@ from lit_cond.functional.condition_number import condition_of_spectrum
 from lit_cond.functional.extremes import extreme_singular_values
 from lit_cond.measuring.collection import Collection
 from lit_cond.measuring.quantities import Spectrum, spectra_of_each, statistics_of
+from lit_cond.measuring.values import where_decomposed
 from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.report import weight_matrices
 from lit_cond.surgery.sites import AttentionSite
@@ -65,6 +66,7 @@ def measure_weights(
 
 def _ends(matrices: Sequence[Tensor]) -> list[Spectrum]:
     """Return the largest and smallest singular value of each matrix."""
+    matrices = [where_decomposed(matrix) for matrix in matrices]
     result = []
     for matrix, (largest, smallest) in zip(
         matrices, side_by_side(extreme_singular_values, matrices, matrices), strict=True
