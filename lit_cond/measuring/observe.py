@@ -277,8 +277,9 @@ def _mismatch(sites: Sequence[AttentionSite], ran: Sequence[Attended]) -> Config
 
 
 def _are_sequences(site: AttentionSite, ran: Sequence[Attended]) -> bool:
-    """Whether softmaxes belong to different sequences: all heads, as many queries as keys, and keys of their own."""
-    keys = {a.key.tensor.data_ptr() for a in ran}
+    """Whether softmaxes belong to different sequences: all heads, square, with keys and values of their own."""
+    keys, values = {a.key.tensor.data_ptr() for a in ran}, {a.value.tensor.data_ptr() for a in ran}
+    own = len(keys) == len(values) == len(ran)
     square = all(a.query.tensor.shape[a.query.tokens] == a.key.tensor.shape[a.key.tokens] for a in ran)
     heads = {by_head(canonical(a.query), site.num_heads).shape[1] for a in ran}
-    return len(keys) == len(ran) and square and (site.num_heads is None or heads == {site.num_heads})
+    return own and square and (site.num_heads is None or heads == {site.num_heads})

@@ -252,10 +252,11 @@ def test_sequence_after_sequence_is_measured(tmp_path):
     assert row["cond/scores/mean"] == pytest.approx(float(torch.linalg.cond(p).mean()), rel=1e-4)
 
 
-def test_part_after_part_is_declined(tmp_path):
+@pytest.mark.parametrize("make", [Parts, lambda: timm.layers.DiffAttention(16, 2)], ids=["parts", "difference"])
+def test_several_softmaxes_of_one_sequence_are_declined(tmp_path, make):
     monitor = ConditionNumberMonitor(quantities=["scores"], prog_bar=None)
     with pytest.raises(ConfigurationError, match="ran 2 softmaxes for 1 attention layer"):
-        first_row(tmp_path, Wrapped(Parts()), alone(torch.randn(1, 6, 16)), monitor)
+        first_row(tmp_path, Wrapped(make()), alone(torch.randn(1, 6, 16)), monitor)
 
 
 @pytest.mark.parametrize("where", ["net", "attention"])
