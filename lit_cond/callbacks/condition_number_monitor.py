@@ -39,15 +39,15 @@ class ConditionNumberMonitor(Callback):
     `inf`. Weights and tokens of float32 (or narrower) numbers count as singular above 8.4e6, where rounding decides;
     scores, outputs and Jacobians are computed from them in float64 and do so above 1e9.
 
-    | quantity | what is measured | each | cost of a measurement, ViT-B on two CPU cores |
+    | quantity | what is measured | each | cost, ViT-B on two CPU cores |
     | --- | --- | --- | --- |
-    | `query`, `key`, `value` | the weight as the forward pass reads it (out x in) | layer | COST_WEIGHTS |
-    | `tokens` | the tokens of a sample as the first block reads them (tokens x channels) | block | COST_TOKENS |
-    | `entropy` | how concentrated the softmax is | layer | COST_ENTROPY |
-    | `scores` | the softmax matrix (queries x keys) | head | COST_SCORES |
-    | `attention` | what a head returns, P V (queries x channels) | head | COST_ATTENTION |
-    | `jacobian` | derivative of a head's output by W_Q, W_K, W_V, exact up to `jacobian_rows` rows | head | COST_JAC |
-    | `jacobian_bound` | right-hand side of Theorem 3.4 for that | head | COST_BOUND |
+    | `query`, `key`, `value` | the weight as the forward pass reads it (out x in) | layer | 0.5 s |
+    | `tokens` | the tokens of a sample as the first block reads them (tokens x channels) | block | 0.01 s |
+    | `entropy` | how concentrated the softmax is | layer | 0.3 s |
+    | `scores` | the softmax matrix (queries x keys) | head | 0.5 s |
+    | `attention` | what a head returns, P V (queries x channels) | head | 0.1 s |
+    | `jacobian` | derivative of a head's output by W_Q, W_K, W_V, exact up to `jacobian_rows` rows | head | 0.8 s |
+    | `jacobian_bound` | right-hand side of Theorem 3.4 for that | head | 2.9 s |
 
     A larger Jacobian is measured at some of the tokens: by interlacing its condition number is a lower bound. The bound
     takes the derivative of the softmax over its range, since as it stands it is singular and the bound infinite (see

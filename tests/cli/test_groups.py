@@ -41,8 +41,10 @@ OTHER = {
         "target": 2.0, "gain": 0.2, "applies_to": "weights",
     },
     "monitor": {
-        "every_n_steps": 3, "quantities": ["key"], "raw": False, "include": "blocks.*", "exclude": "a",
-        "histogram": False, "heatmap": False, "max_samples": 2, "prog_bar": "cond/key/mean",
+        "every_n_steps": 3, "quantities": ["key"], "intervals": {"key": 5}, "statistics": ["sigma_min"], "raw": False,
+        "include": "blocks.*", "exclude": "a", "histogram": False, "heatmap": False, "per_head": True,
+        "max_samples": 2, "matrix_samples": 2, "max_queries": 64, "jacobian_rows": 100,
+        "stop_when": "cond/key/max > 1e6", "prog_bar": "cond/key/mean",
     },
 }  # fmt: skip
 
