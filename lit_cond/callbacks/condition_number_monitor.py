@@ -44,7 +44,7 @@ class ConditionNumberMonitor(Callback):
     | `query`, `key`, `value` | the weight as the forward pass reads it (out x in) | layer | 0.5 s |
     | `tokens` | the tokens of a sample as the first block reads them (tokens x channels) | block | 0.01 s |
     | `entropy` | how concentrated the softmax is | layer | 0.3 s |
-    | `scores` | the softmax matrix (queries x keys) | head | 0.5 s |
+    | `scores` | the softmax matrix (queries x keys), as it leaves the softmax | head | 0.5 s |
     | `attention` | what a head returns, P V (queries x channels) | head | 0.1 s |
     | `jacobian` | derivative of a head's output by W_Q, W_K, W_V, exact up to `jacobian_rows` rows | head | 0.8 s |
     | `jacobian_bound` | right-hand side of Theorem 3.4 for that | head | 2.9 s |
