@@ -44,8 +44,8 @@ def head_inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInpu
         return "its softmax runs over channels, and the closed form is that of tokens"
     if attended.after is not None:
         return changed_softmax(attended.after)
-    if observed.scale is None:
-        return observed.obstacle or "its scores are more than a product of queries and keys"
+    if attended.scale is None:
+        return attended.obstacle or "its scores are more than a product of queries and keys"
     operands: dict[Role, Operand] = {"query": attended.query, "key": attended.key, "value": attended.value}
     places: dict[Role, Tensor] = {"query": sample.queries, "key": sample.keys, "value": sample.keys}
     found = HeadInputs({}, {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -82,16 +82,14 @@ class ObservedAttention:
         samples: The first samples of the batch that have a token.
         skipped: How many of those looked at had none.
         attended: The operands as the kernel got them, whose tensors are not copied.
-        scale: Factor between products and logits, None where the logits are more than that.
-        obstacle: Why they are.
+        inputs: What the heads of a sample project, by its index, as soon as a quantity has asked for it.
     """
 
     site: AttentionSite
     samples: tuple[ObservedSample, ...]
     skipped: int
     attended: Attended
-    scale: float | None
-    obstacle: str | None
+    inputs: dict[int, Any] = field(default_factory=dict)
 
 
 def why_not(site: AttentionSite) -> str | None:
@@ -126,7 +124,7 @@ def _observed(site: AttentionSite, attended: Attended, limit: int, needed: int) 
         )
         if len(sample.queries):
             samples.append(sample)
-    return ObservedAttention(site, tuple(samples), count - len(samples), attended, attended.scale, attended.obstacle)
+    return ObservedAttention(site, tuple(samples), count - len(samples), attended)
 
 
 def heads_of(operand: Operand, samples: int) -> int:

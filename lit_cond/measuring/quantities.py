@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from lit_cond.errors import ConfigurationError
 from lit_cond.functional.attention import row_entropy, saturated_share
-from lit_cond.functional.condition_number import condition_of_spectrum, singular_values
+from lit_cond.functional.condition_number import condition_of_spectrum, singular_tolerance, singular_values
 from lit_cond.functional.jacobian import JacobianSpectrum
 from lit_cond.functional.jacobian_bound import JacobianBound, jacobian_bounds
 from lit_cond.functional.jacobian_heads import attention_jacobian_spectra
-from lit_cond.functional.spectrum import effective_rank, stable_rank
+from lit_cond.functional.spectrum import effective_rank, numerical_rank, stable_rank
 from lit_cond.measuring.head_inputs import HeadInputs, changed_softmax, head_inputs
 from lit_cond.measuring.heads import per_query_head
 from lit_cond.measuring.observe import ObservedAttention, ObservedSample
 from lit_cond.measuring.values import where_decomposed
 from lit_cond.surgery.apply import existing
 from lit_cond.surgery.parallel import side_by_side
+from lit_cond.surgery.report import spectra
 from lit_cond.surgery.sites import ROLES, AttentionSite, Role, WeightView
 
 __all__ = [
@@ -81,16 +82,12 @@ def spectra_of(matrices: Tensor, dtype: torch.dtype, floor: float = torch.finfo(
 
 
 def spectra_of_each(matrices: Sequence[Tensor]) -> list[Spectrum]:
-    """Return the spectra of matrices of any shape, those of one shape computed together."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
-    for index, matrix in enumerate(matrices):
-        by_shape.setdefault(tuple(matrix.shape), []).append(index)
-    result: dict[int, Spectrum] = {}
-    for indices in by_shape.values():
-        stacked = torch.stack([matrices[i] for i in indices])
-        found = spectra_of(stacked, stacked.dtype)
-        result.update((i, replace(spectrum, head=0)) for i, spectrum in zip(indices, found, strict=True))
-    return [result[index] for index in range(len(matrices))]
+    """Return the spectra of matrices of any shape, small ones of one shape computed together."""
+    found = spectra([where_decomposed(matrix) for matrix in matrices])
+    return [
+        Spectrum(values.cpu(), condition, singular_tolerance(matrix.shape, matrix.dtype))
+        for matrix, (condition, values) in zip(matrices, found, strict=True)
+    ]
 
 
 def score_spectra(sample: ObservedSample, max_queries: int) -> list[Spectrum]:
@@ -130,9 +127,9 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
     query_maps, key_maps, value_maps = (inputs.maps.get(role) for role in ROLES)
     query_maps = None if query_maps is None else query_maps[:, rows]
     operands = [where_decomposed(t).double() for t in (sample.query[:, rows], sample.key, sample.value, probabilities)]
-    scale = 1.0 if observed.scale is None else observed.scale
+    scale = 1.0 if observed.attended.scale is None else observed.attended.scale
 
-    def spectra(heads: slice) -> list[JacobianSpectrum]:
+    def of_heads(heads: slice) -> list[JacobianSpectrum]:
         query, key, value, p = (t[heads] for t in operands)
         maps = [None if t is None else t[heads] for t in (query_maps, key_maps, value_maps)]
         return attention_jacobian_spectra(
@@ -142,7 +139,7 @@ def jacobian_spectra(observed: ObservedAttention, sample: ObservedSample, max_ro
 
     count = len(probabilities)
     size = -(-count // min(count, torch.get_num_threads()))
-    parts = side_by_side(spectra, [slice(i, i + size) for i in range(0, count, size)], operands)
+    parts = side_by_side(of_heads, [slice(i, i + size) for i in range(0, count, size)], operands)
     result = []
     for head, spectrum in enumerate(s for part in parts for s in part):
         rtol = max(spectrum.rtol, OBSERVED_FLOOR if sample.query.dtype != torch.float64 else 0.0)
@@ -175,7 +172,10 @@ def bounds(observed: ObservedAttention, sample: ObservedSample, max_queries: int
 
 
 def _inputs(observed: ObservedAttention, sample: ObservedSample) -> HeadInputs:
-    found = head_inputs(observed, sample)
+    # The Jacobian and its bound share them, and maps are costly.
+    if sample.index not in observed.inputs:
+        observed.inputs[sample.index] = head_inputs(observed, sample)
+    found: HeadInputs | str = observed.inputs[sample.index]
     if isinstance(found, str):
         raise ConfigurationError(f"'{observed.site.name}': {found}")
     return found
@@ -227,14 +227,8 @@ STATISTICS: dict[str, Callable[[Spectrum], float]] = {
     "sigma_min": lambda s: float(s.values[-1]) if len(s.values) else math.nan,
     "stable_rank": lambda s: float(stable_rank(s.values)),
     "effective_rank": lambda s: float(effective_rank(s.values)),
-    "numerical_rank": lambda s: float(_rank(s)),
+    "numerical_rank": lambda s: float(numerical_rank(s.values, s.values.shape * 2, torch.float64, s.rtol)),
 }
-
-
-def _rank(spectrum: Spectrum) -> float:
-    if not bool(spectrum.values.isfinite().all()):
-        return math.nan
-    return float((spectrum.values > spectrum.rtol * spectrum.values[:1]).sum())
 
 
 def statistics_of(spectra: Iterable[Spectrum], names: Iterable[str]) -> dict[str, float]:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 from lit_cond.callbacks import ConditionNumberMonitor, SpectralConditioning, StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning
-from lit_cond.surgery import find_attention
+from lit_cond.surgery import find_attention, register_fused
 from tests.callbacks.test_monitor import Record
 from tests.callbacks.test_monitor_problems import Wrapped, alone, first_row
 from tests.tiny import TinyModule, make_loader, make_module, make_trainer
@@ -46,6 +46,9 @@ class Noisy(nn.Module):
         q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.attn(x).chunk(3, dim=-1))
         q = F.dropout(q, 0.3, self.training) + 0.01 * torch.randn_like(q)
         return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+register_fused(Noisy, "attn")
 
 
 class NoisyWeight(nn.Module):
@@ -87,10 +90,6 @@ class SelfAttention(nn.Module):
 @pytest.mark.filterwarnings("ignore::lit_cond.errors.LitCondWarning")
 def test_a_jacobian_moves_no_statistics_and_no_random_numbers(tmp_path, make, shape):
     data = torch.utils.data.DataLoader([torch.randn(shape)] * 3, batch_size=None)
-    if isinstance(make(), nn.Sequential):
-        from lit_cond.surgery import register_fused
-
-        register_fused(Noisy, "attn")
     plain = losses_of(tmp_path, make, data, [])
     monitor = ConditionNumberMonitor(every_n_steps=1, intervals={"jacobian": 1})
     measured = losses_of(tmp_path, make, data, [monitor])
