@@ -388,3 +388,21 @@ def test_a_layer_that_runs_sometimes_is_no_error(tmp_path):
     make_trainer(tmp_path, [monitor], logger=logger).fit(module, make_loader())
     have = [step for step, _ in logger.series("entropy/scores/net.blocks.0.attn")]
     assert have == [0, 1, 2, 3]
+
+
+def test_h2_an_empty_sequence_is_skipped_and_counted(tmp_path):
+    torch.manual_seed(0)
+    net = transformers.AutoModel.from_config(transformers.BertConfig(**SMALL, vocab_size=20))
+    start = net.state_dict()
+    rows = []
+    for mask in ([[1] * 6], [[1] * 6, [0] * 6]):
+        module = Wrapped(transformers.AutoModel.from_config(net.config).eval())
+        module.net.load_state_dict(start)
+        batch = {"input_ids": torch.arange(6).expand(len(mask), 6), "attention_mask": torch.tensor(mask)}
+        monitor = ConditionNumberMonitor(quantities=["scores", "entropy", "tokens"], prog_bar=None)
+        rows.append(first_row(tmp_path, module, alone(batch), monitor))
+    assert not any(key.startswith("skipped/") for key in rows[0])
+    for quantity in ("scores", "entropy", "tokens"):
+        assert rows[1][f"skipped/{quantity}"] == 1
+    for key in ("cond/scores/mean", "entropy/scores/mean", "cond/tokens/mean"):
+        assert rows[1][key] == pytest.approx(rows[0][key], rel=1e-5), key
