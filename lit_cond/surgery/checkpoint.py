@@ -11,7 +11,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple, replace
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 from lit_cond.surgery.apply import compute_correction, condition_
+from lit_cond.surgery.packing import pack_correction, pack_raw, unpack_correction, unpack_raw
 from lit_cond.surgery.rules import TokenRule, WeightRule
 from lit_cond.surgery.sites import MatrixLayout, RowSet, clean_name, own_parameter
 from lit_cond.surgery.tokens import STATE_KEY, token_forwards
@@ -33,28 +36,48 @@ from lit_cond.surgery.weights import (
     raw_weight,
 )
 
-__all__ = ["RECORD_KEY", "attach_record_", "raw_state", "restore_tokens_", "to_effective", "to_raw_"]
+__all__ = ["RECORD_KEY", "attach_record_", "raw_state", "read_record", "restore_tokens_", "to_effective", "to_raw_"]
 
 RECORD_KEY = "lit_cond"
-_VERSION = 1
+_VERSION = 2
 
 
-def _pack(values: Tensor, where: Tensor) -> dict[str, Tensor]:
-    """Store a tensor at the places where a mask is True; dense when that is smaller."""
-    if 2 * int(where.sum()) >= where.numel():
-        return {"dense": values.detach().clone()}
-    index = where.flatten().nonzero().flatten()
-    return {"index": index, "values": values.detach().flatten()[index].clone()}
+def read_record(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint records of corrections; empty parts for a plain one.
+
+    Raises:
+        CheckpointMismatchError: If the record is damaged, or of a version that is not known.
+    """
+    record: dict[str, Any] | None = checkpoint.get(RECORD_KEY)
+    if record is None:
+        return {"version": _VERSION, "weights": {}, "tokens": {}}
+    parts = (record.get("weights"), record.get("tokens")) if isinstance(record, dict) else (None,)
+    if not all(isinstance(part, dict) for part in parts):
+        raise CheckpointMismatchError(
+            f"what the checkpoint holds under '{RECORD_KEY}' is no record of corrections (damaged, or of another "
+            "program); take another checkpoint"
+        )
+    if record.get("version") != _VERSION:
+        raise CheckpointMismatchError(
+            f"the checkpoint's record of corrections has version {record.get('version')!r}, this lit_cond reads "
+            f"{_VERSION}; load it with the lit_cond that wrote it"
+        )
+    return record
 
 
-def _unpack(packed: Mapping[str, Tensor], base: Tensor) -> Tensor:
-    """Return `base` with the stored entries in their places, in the stored dtype and on the device of `base`."""
-    if "dense" in packed:
-        return packed["dense"].to(base.device).clone()
-    values = packed["values"].to(base.device)
-    full = base.to(values.dtype).flatten().clone()
-    full[packed["index"].to(base.device)] = values
-    return full.view_as(base)
+@contextmanager
+def _reading(name: str) -> Iterator[None]:
+    """Turn what damaged entries of a record raise into one error with the name of the weight or block."""
+    try:
+        yield
+    except CheckpointMismatchError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, zlib.error) as error:
+        reason = next(iter(str(error).splitlines()), "")
+        raise CheckpointMismatchError(
+            f"the checkpoint's record of the correction of '{name}' can not be used "
+            f"({type(error).__name__}: {reason}); take another checkpoint"
+        ) from error
 
 
 @torch.no_grad()
@@ -80,20 +103,17 @@ def to_effective(
         name = _key(full_name, state)
         raw, converted[name] = _both(weight, state[name], name, averaged=averaged)
         entry: dict[str, Any] = {"terms": []}
-        changed = torch.zeros(raw.shape, dtype=torch.bool, device=weight.terms[0].correction.device)
         for term in weight.terms:
-            nonzero = term.correction != 0
-            changed |= nonzero.to(changed.device)
             saved: dict[str, Any] = {"rule": term.rule.settings(), "strength": float(term.strength)}
             if resumable:
-                saved["correction"] = _pack(term.correction, nonzero)
+                saved["correction"] = pack_correction(term.correction)
                 saved["blocks"] = [
                     [*astuple(layout.rows), int(layout.transposed), num_blocks] for layout, num_blocks in term.blocks
                 ]
             entry["terms"].append(saved)
         if resumable and not isinstance(raw, DTensor):
             # A sharded file has no place for what other processes hold: there the raw weight comes by subtraction.
-            entry["raw"] = _pack(raw, changed.to(raw.device))
+            entry["raw"] = pack_raw(raw, converted[name], _scaled(weight.terms))
         weights[name] = entry
     tokens: dict[str, Any] = {}
     for name, forward in token_forwards(model):
@@ -150,7 +170,7 @@ def to_raw_(model: nn.Module, checkpoint: dict[str, Any]) -> None:
         checkpoint: A checkpoint; its state dict is changed in place. Without one (a strategy has loaded the weights
             already) the parameters of the model are.
     """
-    entries: Mapping[str, Any] = checkpoint.get(RECORD_KEY, {}).get("weights", {})
+    entries: Mapping[str, Any] = read_record(checkpoint)["weights"]
     state: dict[str, Any] | None = checkpoint.get("state_dict")
     if state is not None:
         state = checkpoint["state_dict"] = copy.copy(state)
@@ -201,15 +221,15 @@ def _take_over(
     weight: ConditionedWeight, entry: Mapping[str, Any], effective: Tensor, changed: list[str], name: str
 ) -> Tensor:
     """Set a weight's corrections to the recorded ones where the rules agree; return the raw weight."""
-    saved = entry["terms"]
-    if not all("correction" in stored for stored in saved):
-        raise CheckpointMismatchError(
-            f"the checkpoint holds weights only, without what undoes the correction of '{name}'; resume from a full "
-            "checkpoint, or load it into a plain model"
-        )
-    whole = gathered(effective)
-    kept = _unpack(entry["raw"], whole) if "raw" in entry else None
-    restored = _terms(entry, whole)
+    with _reading(name):
+        if not all("correction" in stored for stored in entry["terms"]):
+            raise CheckpointMismatchError(
+                f"the checkpoint holds weights only, without what undoes the correction of '{name}'; resume from a "
+                "full checkpoint, or load it into a plain model"
+            )
+        whole = gathered(effective)
+        restored = _terms(entry, whole)
+        kept = unpack_raw(entry["raw"], whole, _scaled(restored)) if "raw" in entry else None
     if [term.rule.settings() for term in weight.terms] == [term.rule.settings() for term in restored]:
         for term, other in zip(weight.terms, restored, strict=True):
             term.correction = other.correction
@@ -221,16 +241,19 @@ def _take_over(
 
 def _terms(entry: Mapping[str, Any], like: Tensor) -> list[Term]:
     """Return the corrections of a record for a parameter of the shape of `like`."""
-    zeros = torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
     return [
         Term(
             WeightRule(**{**saved["rule"], "strength": saved["strength"]}),
             [(MatrixLayout(RowSet(*numbers[:4]), bool(numbers[4])), numbers[5]) for numbers in saved["blocks"]],
-            _unpack(saved["correction"], zeros),
+            unpack_correction(saved["correction"], like.shape).to(like.device),
             torch.tensor(saved["strength"]),
         )
         for saved in entry["terms"]
     ]
+
+
+def _scaled(terms: Sequence[Term]) -> list[tuple[Tensor, float]]:
+    return [(term.correction, float(term.strength)) for term in terms]
 
 
 def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -> None:
@@ -238,13 +261,13 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
 
     Args:
         model: The model that shall load the checkpoint.
-        record: The record of the checkpoint; empty for a plain one.
+        record: The record of the checkpoint.
         add: Whether to add corrections that the model lacks.
 
     Raises:
         CheckpointMismatchError: If the model corrects tokens and the checkpoint does not, or the other way round.
     """
-    saved: Mapping[str, Any] = record.get("tokens", {})
+    saved: Mapping[str, Any] = record["tokens"]
     present = dict(token_forwards(model))
     for name in present.keys() - saved.keys():
         raise CheckpointMismatchError(
@@ -252,7 +275,8 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
             "the plain model (load_from_checkpoint), then call fit without ckpt_path"
         )
     for name, entry in saved.items():
-        rule = TokenRule(**{**entry["rule"], "strength": entry["strength"]})
+        with _reading(name):
+            rule = TokenRule(**{**entry["rule"], "strength": entry["strength"]})
         if name not in present:
             if not add:
                 raise CheckpointMismatchError(
@@ -270,7 +294,8 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
             )
 
 
-def attach_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
+@torch.no_grad()
+def attach_record_(model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
     """Let a plain model remember the corrections in its effective weights, so that a later `fit` goes on exactly.
 
     The model is then in the state that `fit` leaves behind: its parameters hold effective weights, before or after this
@@ -278,19 +303,25 @@ def attach_record_(model: nn.Module, record: Mapping[str, Any]) -> None:
 
     Args:
         model: A model without corrections.
-        record: The record of the checkpoint.
+        checkpoint: The checkpoint.
+
+    Raises:
+        CheckpointMismatchError: If the record does not fit the model.
     """
-    for name, entry in record.get("weights", {}).items():
+    for name, entry in read_record(checkpoint)["weights"].items():
         owner_name, _, tensor_name = name.rpartition(".")
-        owner = model.get_submodule(owner_name)
-        parameter = own_parameter(owner, tensor_name)
-        if parameter is None:
+        owner = dict(model.named_modules(remove_duplicate=False)).get(owner_name)
+        parameter = None if owner is None else own_parameter(owner, tensor_name)
+        if owner is None or parameter is None:
             raise CheckpointMismatchError(f"the checkpoint corrects '{name}', which is no parameter of the model")
-        if "raw" not in entry:
-            continue
+        with _reading(name):
+            if "raw" not in entry:
+                continue
+            terms = _terms(entry, parameter)
+            effective = checkpoint["state_dict"][name].to(parameter.device)
+            raw = unpack_raw(entry["raw"], effective, _scaled(terms))
         weight = conditioned_weight(owner, tensor_name)
-        weight.terms = _terms(entry, parameter.detach())
-        weight.raw = _unpack(entry["raw"], parameter.detach())
+        weight.terms, weight.raw = terms, raw
 
 
 def _warn(message: str) -> None:
