@@ -93,7 +93,7 @@ class LitCondCLI(LightningCLI):
             return
         # LightningCLI would now read the checkpoint itself and let it win; the path is set back below.
         options["ckpt_path"] = None
-        class_path, saved = saved_arguments(path)
+        class_path, saved = saved_arguments(path, options.get("weights_only") is not False)
         model = options["model"]
         if class_path is not None and class_path != model["class_path"]:
             rank_zero_warn(

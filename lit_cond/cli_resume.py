@@ -7,18 +7,16 @@ the checkpoint, then what the user has written.
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from lit_cond.errors import ConfigurationError, LitCondWarning
+from lit_cond.checkpoint_file import read_checkpoint
+from lit_cond.errors import CheckpointFileError, ConfigurationError, LitCondWarning
 
 __all__ = [
     "CHECKPOINT_DECIDES",
@@ -54,30 +52,23 @@ def checked_path(ckpt_path: str | None) -> Path | None:
     return path if path.is_file() else None
 
 
-def saved_arguments(path: Path) -> tuple[str | None, dict[str, Any]]:
+def saved_arguments(path: Path, weights_only: bool = True) -> tuple[str | None, dict[str, Any]]:
     """Read the class and the constructor arguments of the model from a checkpoint.
 
     Args:
         path: A Lightning checkpoint.
+        weights_only: As in `read_checkpoint`.
 
     Returns:
-        The import path of the class (None unless a command line wrote the checkpoint) and the arguments; none
-        of them, with a warning, when the file holds objects that can not be read safely.
+        The import path of the class (None unless a command line wrote the checkpoint) and the arguments.
 
     Raises:
-        ConfigurationError: The file is not a checkpoint.
+        CheckpointFileError: The file is not a checkpoint that can be read.
     """
-    if not zipfile.is_zipfile(path):
-        raise ConfigurationError(f"ckpt_path: {str(path)!r} is not a checkpoint that torch.save has written")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:
-        rank_zero_warn(
-            f"ckpt_path: {str(path)!r} holds more than tensors and plain values, so its hyper-parameters "
-            "are not read: the model is built from the configuration alone",
-            category=LitCondWarning,
-        )
-        return None, {}
+        checkpoint = read_checkpoint(path, mmap=True, weights_only=weights_only)
+    except CheckpointFileError as error:
+        raise CheckpointFileError(f"ckpt_path: {error}") from error
     saved = dict(checkpoint.get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {}))
     class_path = saved.pop("_class_path", None)
     return class_path, {key: value for key, value in saved.items() if not key.startswith("_")}

@@ -5,6 +5,7 @@ Every message says what was wrong with the value received and what to do about i
 
 __all__ = [
     "AlreadyConditionedError",
+    "CheckpointFileError",
     "CheckpointMismatchError",
     "ConfigurationError",
     "DataError",
@@ -47,6 +48,10 @@ class CheckpointMismatchError(LitCondError, RuntimeError):
 
 class DataError(LitCondError, ValueError):
     """A file or folder of the user's data set can not be used."""
+
+
+class CheckpointFileError(DataError):
+    """A file is no checkpoint that can be read."""
 
 
 class MissingExtraError(LitCondError, ImportError):

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lit_cond.checkpoint import load_checkpoint
+from lit_cond.checkpoint_file import read_checkpoint
 from lit_cond.cli_errors import explain
-from lit_cond.errors import ConfigurationError, DataError
+from lit_cond.errors import CheckpointFileError, ConfigurationError, DataError
 from lit_cond.extras import optional_imports
 
 with optional_imports("lit_cond.runs"):
@@ -82,14 +80,12 @@ def load_model(checkpoint: str | Path) -> LightningModule:
     Raises:
         ConfigurationError: The class is recorded nowhere, can not be imported, or needs arguments that are recorded
             nowhere.
-        DataError: The file is not a checkpoint.
+        CheckpointFileError: The file is not a checkpoint.
     """
     path = Path(checkpoint)
-    if not zipfile.is_zipfile(path):
-        raise DataError(f"'{path}' is not a checkpoint that torch.save has written")
+    saved = _arguments_in(path)
     folder = next((f for f in list(path.resolve().parents)[:3] if (f / _CONFIG_NAME).is_file()), None)
     config = {"model": None} if folder is None else _read_config(folder)
-    saved = _peek(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
     if not (saved.get("_class_path") or (config["model"] or {}).get("class_path")):
         raise ConfigurationError(
             f"'{path}' does not record the class of its model, and there is no {_CONFIG_NAME} beside it or above: "
@@ -102,7 +98,7 @@ def load_model(checkpoint: str | Path) -> LightningModule:
 def _load_model(
     path: Path, config: dict[str, Any], folder: Path, num_classes: int | None, **kwargs: Any
 ) -> LightningModule:
-    saved = _peek(path).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY, {})
+    saved = _arguments_in(path)
     spec = config.get("model") or {}
     model_class = _class_at(saved.get("_class_path") or spec.get("class_path"), folder)
     arguments: dict[str, Any] = {}
@@ -133,10 +129,13 @@ def find_checkpoint(run_dir: str | Path, checkpoint: str | Path = "best") -> Pat
         if not path.is_file():
             raise DataError(f"there is no checkpoint '{path}': give a path, 'best' or 'last'")
         return path
-    paths = [path for path in sorted(folder.rglob("*.ckpt")) if zipfile.is_zipfile(path)]
+    paths = [path for path in sorted(folder.rglob("*.ckpt")) if path.is_file()]
     if not paths:
         raise DataError(f"'{folder}' holds no checkpoint (*.ckpt): give the path of one")
-    states = {path: _peek(path) for path in paths}
+    states = {path: state for path in paths if (state := _peek(path))}
+    if not states:
+        read_checkpoint(paths[0], mmap=True)  # says what is wrong with it
+    paths = list(states)
     last = max(paths, key=lambda path: (states[path].get("global_step", 0), path.stat().st_mtime))
     if checkpoint == "last":
         return last
@@ -150,12 +149,15 @@ def find_checkpoint(run_dir: str | Path, checkpoint: str | Path = "best") -> Pat
 
 
 def _peek(path: Path) -> dict[str, Any]:
-    """Read what surrounds the weights; nothing from a file that holds more than tensors and plain values."""
+    """Read what surrounds the weights; nothing from a file that is no checkpoint."""
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError:
+        return read_checkpoint(path, mmap=True)
+    except CheckpointFileError:
         return {}
-    return state
+
+
+def _arguments_in(path: Path) -> dict[str, Any]:
+    return read_checkpoint(path, mmap=True).get(LightningModule.CHECKPOINT_HYPER_PARAMS_KEY) or {}
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

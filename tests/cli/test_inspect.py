@@ -235,7 +235,7 @@ def test_checkpoint_and_folder_of_a_run(as_json, tmp_path):
 
 def test_checkpoint_without_a_class(run, tmp_path):
     pytest.importorskip("jsonargparse")
-    torch.save({"state_dict": {}}, tmp_path / "plain.ckpt")
+    torch.save({"state_dict": {}, "pytorch-lightning_version": "2.6.6"}, tmp_path / "plain.ckpt")
     assert "does not record the class" in error_of(run("plain.ckpt"))
     (tmp_path / "text.ckpt").write_text("no")
     assert "is not a checkpoint" in error_of(run("text.ckpt"))
