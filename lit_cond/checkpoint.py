@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
+import inspect
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from lightning.pytorch import LightningModule
 
+from lit_cond.checkpoint_file import read_checkpoint
 from lit_cond.errors import CheckpointMismatchError
-from lit_cond.surgery.checkpoint import RECORD_KEY, attach_record_, restore_tokens_
+from lit_cond.surgery.checkpoint import attach_record_, read_record, restore_tokens_
+from lit_cond.surgery.strength_state import STATE_KEY
 from lit_cond.surgery.weights import conditioned_weights
 
-__all__ = ["load_checkpoint", "restore_corrections"]
+__all__ = ["load_checkpoint", "restore_corrections", "state_mismatch"]
 
 M = TypeVar("M", bound=LightningModule)
 
@@ -32,27 +35,77 @@ def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
         **kwargs: Arguments of `cls.load_from_checkpoint`, such as constructor arguments that were not saved.
 
     Raises:
-        CheckpointMismatchError: If the checkpoint does not fit the class.
-        RuntimeError: If names or shapes of weights differ.
+        CheckpointFileError: If the file is no checkpoint that can be read.
+        CheckpointMismatchError: If the checkpoint does not fit the class; names of weights that differ are given.
     """
-    weights_only = kwargs.get("weights_only", True)
-    try:
-        checkpoint = torch.load(path, map_location=kwargs.get("map_location", "cpu"), weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise CheckpointMismatchError(
-            f"'{path}' holds more than tensors and plain values ({reason}); if you trust it, pass weights_only=False"
-        ) from None
-    with warnings.catch_warnings():
-        # The first pass may not know corrected tokens; the second one is strict.
-        warnings.filterwarnings("ignore", message="Found keys that are not in the model state dict")
+    weights_only = kwargs.get("weights_only") is not False
+    checkpoint = read_checkpoint(path, weights_only=weights_only, map_location=kwargs.get("map_location") or "cpu")
+    record = read_record(checkpoint)
+    if "weights_only" in inspect.signature(cls.load_from_checkpoint).parameters:
+        kwargs["weights_only"] = weights_only  # Lightning unpickles what a URL gives without restrictions
+    with _mismatches_named(), warnings.catch_warnings():
+        if kwargs.get("strict") is not False:
+            # The first pass may not know corrected tokens; the second one is strict.
+            warnings.filterwarnings("ignore", message="Found keys that are")
         model = cls.load_from_checkpoint(path, **{**kwargs, "strict": False})
-    record = checkpoint.get(RECORD_KEY, {})
     restore_tokens_(model, record, add=True)
-    model.load_state_dict(checkpoint["state_dict"], strict=kwargs.get("strict", True))
+    with _mismatches_named():
+        model.load_state_dict(checkpoint["state_dict"], strict=kwargs.get("strict") is not False)
     if not any(conditioned_weights(model)):
-        attach_record_(model, record)
+        attach_record_(model, checkpoint)
     return model
+
+
+@contextmanager
+def _mismatches_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        mismatch = state_mismatch(error)
+        if mismatch is None:
+            raise
+        raise mismatch from error
+
+
+def state_mismatch(error: BaseException) -> CheckpointMismatchError | None:
+    """Return one line for the page in which `load_state_dict` lists what does not fit.
+
+    Args:
+        error: Any error.
+
+    Returns:
+        The error to raise instead; None for an error of another kind.
+    """
+    text = str(error)
+    head = re.match(r"Error\(s\) in loading state_dict for (\S+):\n", text)
+    if head is None or not isinstance(error, RuntimeError) or isinstance(error, CheckpointMismatchError):
+        return None
+    missing, unexpected = (
+        re.findall(r'"([^"]+)"', found[1])
+        if (found := re.search(rf"{kind} key\(s\) in state_dict: (.+)", text))
+        else []
+        for kind in ("Missing", "Unexpected")
+    )
+    shapes = re.findall(r"size mismatch for (\S+): .*?Size\((\[.*?\])\).*?Size\((\[.*?\])\)", text)
+    parts = [
+        f"{_some(names)} {verb}"
+        for names, verb in ((missing, "missing in the checkpoint"), (unexpected, "unknown to the model"))
+        if names
+    ]
+    if shapes:
+        name, saved, own = shapes[0]
+        more = f" and {len(shapes) - 1} more" if len(shapes) > 1 else ""
+        parts.append(f"shapes differ: '{name}' ({saved} in the checkpoint, {own} in the model){more}")
+    advice = "build the model with the arguments that it was trained with, or give its own checkpoint"
+    if unexpected and all(name.rpartition(".")[2] == STATE_KEY for name in unexpected):
+        advice = "its tokens were corrected: load it with lit_cond.load_checkpoint"
+    reason = "; ".join(parts) or " ".join(text[head.end() :].split())
+    return CheckpointMismatchError(f"the checkpoint does not fit {head[1]}: {reason}; {advice}")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 1} more are" if len(names) > 1 else " is"
+    return f"'{names[0]}'{more}"
 
 
 def restore_corrections(model: LightningModule, checkpoint: Mapping[str, Any]) -> None:
@@ -67,7 +120,6 @@ def restore_corrections(model: LightningModule, checkpoint: Mapping[str, Any]) -
     Raises:
         CheckpointMismatchError: If the model corrects tokens and the checkpoint does not.
     """
-    record = checkpoint.get(RECORD_KEY, {})
-    restore_tokens_(model, record, add=True)
+    restore_tokens_(model, read_record(checkpoint), add=True)
     if "state_dict" in checkpoint and not any(conditioned_weights(model)):
-        attach_record_(model, record)
+        attach_record_(model, checkpoint)
