@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 # Importing the packages is what makes the short names of their classes known.
 import lit_cond.data
 import lit_cond.tasks  # noqa: F401
+from lit_cond.checkpoint import state_mismatch
 from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants_traceback
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
@@ -226,6 +227,9 @@ def main(args: Sequence[str] | None = None) -> None:
 def _cause(error: BaseException | None) -> LitCondError | None:
     # jsonargparse wraps what a constructor raises into an error of its own.
     while error is not None and not isinstance(error, LitCondError):
+        mismatch = state_mismatch(error)
+        if mismatch is not None:
+            return mismatch
         error = error.__cause__
     return error
 
