@@ -76,8 +76,7 @@ class TokenForward(InstanceForward):
         place, tokens = self.find_tokens(args, kwargs)
         if self._has_entered(tokens):
             return self._remember(self.call_inner(*args, **kwargs))
-        unlike = not tokens.is_nested and tokens.ndim == 3 and tokens.shape[0] != tokens.shape[1]
-        if self._unchecked is not None and unlike and not torch.compiler.is_compiling():
+        if self._unchecked is not None and not torch.compiler.is_compiling() and _batch_differs(tokens):
             return self._first_call(tokens, *args, **kwargs)
         corrected = self._correct_nested(tokens) if tokens.is_nested else self._correct_call(tokens, args, kwargs)
         if isinstance(place, str):
@@ -168,7 +167,8 @@ class TokenForward(InstanceForward):
         for place, value in named:
             if not isinstance(value, Tensor) or not value.is_floating_point():
                 continue
-            if value.is_nested or self.width in value.shape:
+            # From the end: where the batch has any size (torch.export), it is not asked whether it equals the width.
+            if value.is_nested or self.width in value.shape[::-1]:
                 return place, value
         where = "" if self.argument is None else f" as its argument {self.argument!r}"
         raise ConfigurationError(
@@ -321,6 +321,11 @@ class TokenForward(InstanceForward):
         mask = self._behind_prefix(mask)
         corrected = self._add(padded, self._correction(padded, mask))
         return [c[: len(s)] for c, s in zip(corrected, sequences, strict=True)]
+
+
+def _batch_differs(tokens: Tensor) -> bool:
+    """Whether the first two axes of a stack of sequences can be told from each other by their sizes."""
+    return not tokens.is_nested and tokens.ndim == 3 and tokens.shape[0] != tokens.shape[1]
 
 
 def _prefix(site: TokenSite, rule: TokenRule) -> int:
