@@ -27,7 +27,8 @@ LIBRARIES = {
     "surgery": {"torch"},
     "measuring": {"torch"},
     "plots": {"matplotlib"},
-    "callbacks": {"torch", "lightning", "matplotlib", "typing_extensions"},
+    # Lightning itself needs torchmetrics.
+    "callbacks": {"torch", "lightning", "torchmetrics", "matplotlib", "typing_extensions"},
 }
 
 

@@ -22,6 +22,7 @@ from lit_cond.measuring.install import Probes
 from lit_cond.measuring.quantities import STATISTICS
 from lit_cond.measuring.step import FACTORS, QUANTITIES, MeasuredStep, MeasuringSettings, Quantity
 from lit_cond.surgery.find import find_attention
+from lit_cond.surgery.sharding import whole_parameters
 from lit_cond.surgery.sites import ROLES, AttentionSite, clean_name
 from lit_cond.surgery.token_sites import TokenSite, find_token_sites
 from lit_cond.surgery.tokens import token_forwards
@@ -208,17 +209,8 @@ class ConditionNumberMonitor(Callback):
         """
         self._release()
         self._step, self._count, self._spent = 0, 0, 0.0
-        if set(self.quantities) != {"tokens"}:
-            self._sites = find_attention(pl_module, self.include, self.exclude)
-        if "tokens" in self.quantities:
-            # The blocks whose tokens are corrected, else the block where they enter.
-            names = "|".join(re.escape(clean_name(name)) for name, _ in token_forwards(pl_module)) or None
-            try:
-                self._token_sites = find_token_sites(pl_module, names)
-            except NoMatchingTargetError as error:
-                if self.required:
-                    raise
-                warnings.warn(f"tokens: not measured: {error}", LitCondWarning, stacklevel=2)
+        with whole_parameters(trainer.model):
+            self._find(pl_module)
         self._seeable = self.quantities
         obstacle = compiled_code(pl_module)
         if obstacle is not None:
@@ -231,6 +223,19 @@ class ConditionNumberMonitor(Callback):
         if self.stop_rule is not None:
             self.stop_rule.check(self._groups())
 
+    def _find(self, pl_module: LightningModule) -> None:
+        if set(self.quantities) != {"tokens"}:
+            self._sites = find_attention(pl_module, self.include, self.exclude)
+        if "tokens" in self.quantities:
+            # The blocks whose tokens are corrected, else the block where they enter.
+            names = "|".join(re.escape(clean_name(name)) for name, _ in token_forwards(pl_module)) or None
+            try:
+                self._token_sites = find_token_sites(pl_module, names)
+            except NoMatchingTargetError as error:
+                if self.required:
+                    raise
+                warnings.warn(f"tokens: not measured: {error}", LitCondWarning, stacklevel=2)
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._began = time.perf_counter()
@@ -240,8 +245,10 @@ class ConditionNumberMonitor(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Measure the weights, and prepare to look at this forward pass, where an interval asks for it."""
         if self._resumed:
-            # Callbacks that monitor a value find it before the first validation after a resume too.
-            self._log_metrics(pl_module, self._last)
+            # Callbacks that monitor a value find it before the first validation after a resume too. What is there by
+            # ExactResume stays: logged in two hooks, the value of this one would hide those to come.
+            known = trainer.callback_metrics
+            self._log_metrics(pl_module, {key: value for key, value in self._last.items() if key not in known})
             self._resumed = False
         step = trainer.global_step
         due = {name for name, n in self.intervals.items() if step // n != self._measured_at.get(name, -1) // n}
@@ -254,7 +261,8 @@ class ConditionNumberMonitor(Callback):
         self._measured_at.update((name, step) for name in (*due, *(("spectrum",) if full else ())))
         self._step = step
         self._current = MeasuredStep(self._sites, self._token_sites, frozenset(due), full, self.settings)
-        self._current.measure_weights()
+        with whole_parameters(trainer.model):
+            self._current.measure_weights()
         self._probes = Probes(pl_module, self._current.probes())
         self._probes.__enter__()
         self._spent += time.perf_counter() - start

@@ -1,44 +1,15 @@
-"""What all image data modules share: loaders whose order depends on the seed and the epoch alone."""
+"""What all image data modules share: loaders whose batches depend on the seed and the epoch alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
+from lit_cond.data.loading import EpochShuffle, ResumableLoader, SeededSamples
 from lit_cond.errors import ConfigurationError
 
-__all__ = ["EpochShuffle", "ImageDataModule"]
-
-
-class EpochShuffle(Sampler[int]):
-    """A permutation of the data set that is a function of a seed and the epoch.
-
-    The order does not depend on random numbers that the model draws in between, so two models are compared
-    on the same batches, and a run resumed at an epoch sees what the uninterrupted run saw. Lightning calls
-    `set_epoch`; with several processes it puts a sampler of its own in this place, with the same property.
-
-    Args:
-        length: Number of samples.
-        seed: Any integer.
-    """
-
-    def __init__(self, length: int, seed: int) -> None:
-        self.length = length
-        self.seed = seed
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation of an epoch, counted from 0."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed((self.seed + self.epoch) % 2**63)
-        return iter(torch.randperm(self.length, generator=generator).tolist())
+__all__ = ["ImageDataModule"]
 
 
 class ImageDataModule(LightningDataModule):
@@ -46,6 +17,10 @@ class ImageDataModule(LightningDataModule):
 
     A subclass fills `train_set`, `val_set` and `test_set` in `setup`, and sets or overrides `num_classes`,
     which is known before `setup` so that the command line can link it to the model.
+
+    The training batches, random augmentation included, are a function of the seed of the run, the epoch and their
+    number in it. A run resumed from a checkpoint goes on with the batches of the run that wrote it, within an epoch
+    too, with any number of workers.
 
     Args:
         batch_size: Samples per batch; the last batch of a training epoch is dropped when it is incomplete.
@@ -65,16 +40,20 @@ class ImageDataModule(LightningDataModule):
             raise ConfigurationError(f"num_workers is {num_workers}: give 0 or more")
         self.batch_size = batch_size
         self.num_workers = num_workers
+        self._seed: int | None = None
+        self._loaded_seed: int | None = None
         self.train_set: Dataset[Any] | None = None
         self.val_set: Dataset[Any] | None = None
         self.test_set: Dataset[Any] | None = None
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Shuffled batches of the training set."""
-        size = len(_after_setup(self.train_set))
-        # torch.initial_seed is what seed_everything has set, and a fresh random number without it.
-        order = EpochShuffle(size, torch.initial_seed())
-        return self._loader(self.train_set, sampler=order, drop_last=size >= self.batch_size)
+        """Shuffled batches of the training set; each process of several gets its share."""
+        # What seed_everything has set, and a fresh random number without it; a resumed run has that of the checkpoint.
+        self._seed = torch.initial_seed() % 2**63 if self._loaded_seed is None else self._loaded_seed
+        share = (getattr(self.trainer, "distributed_sampler_kwargs", None) if self.trainer else None) or {}
+        order = EpochShuffle(len(_after_setup(self.train_set)), self._seed, **share)
+        samples = SeededSamples(self.train_set, self._seed)
+        return self._loader(samples, loader=ResumableLoader, sampler=order, drop_last=len(order) >= self.batch_size)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Batches of the validation set, in order."""
@@ -88,13 +67,25 @@ class ImageDataModule(LightningDataModule):
         """Batches of the test set, in order."""
         return self._loader(self.test_set)
 
-    def _loader(self, dataset: Dataset[Any] | None, **kwargs: Any) -> DataLoader[Any]:
-        return DataLoader(
+    def state_dict(self) -> dict[str, Any]:
+        """Return the seed of the batches, which a resumed run takes over."""
+        return {} if self._seed is None else {"seed": self._seed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the seed of the batches."""
+        self._loaded_seed = state_dict.get("seed")
+
+    def _loader(
+        self, dataset: Dataset[Any] | None, loader: type[DataLoader[Any]] = DataLoader, **kwargs: Any
+    ) -> DataLoader[Any]:
+        return loader(
             _after_setup(dataset),
             batch_size=self.batch_size,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
             pin_memory=torch.cuda.is_available(),
+            # Of its own: iterators draw the seed of their workers, which must not move the generator of the model.
+            generator=torch.Generator().manual_seed(torch.initial_seed() % 2**63),
             **kwargs,
         )
 

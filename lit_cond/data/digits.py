@@ -91,8 +91,10 @@ class DigitsDataModule(ImageDataModule):
         self.val_set = _Batches(images[val], targets[val])
         self.test_set = _Batches(images[test], targets[test])
 
-    def _loader(self, dataset: Dataset[Any] | None, **kwargs: Any) -> DataLoader[Any]:
-        return super()._loader(dataset, collate_fn=_as_it_is, **kwargs)
+    def _loader(
+        self, dataset: Dataset[Any] | None, loader: type[DataLoader[Any]] = DataLoader, **kwargs: Any
+    ) -> DataLoader[Any]:
+        return super()._loader(dataset, loader, collate_fn=_as_it_is, **kwargs)
 
 
 class _Batches(Dataset[Any]):

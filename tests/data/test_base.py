@@ -4,7 +4,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import nn
 
 from lit_cond.data import DigitsDataModule
-from lit_cond.data.base import EpochShuffle
+from lit_cond.data.loading import EpochShuffle
 from lit_cond.errors import ConfigurationError
 
 

@@ -1,0 +1,241 @@
+"""A run resumed from any of its checkpoints is the run that would have been."""
+
+import random
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy
+import pytest
+import torch
+from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.loggers.logger import Logger
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics import MetricCollection
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+from lit_cond.callbacks import (
+    ConditionedTokens,
+    ConditionNumberMonitor,
+    ExactResume,
+    SpectralConditioning,
+    StrengthSchedule,
+)
+from lit_cond.data import DigitsDataModule
+from tests.tiny import WIDTH, Block
+
+
+def draw():
+    return float(numpy.random.rand())  # noqa: NPY002  (the generator that the callback stores)
+
+
+class Digits(pl.LightningModule):
+    """A small transformer on the rows of a digit that uses all that can go wrong on a resume."""
+
+    def __init__(self, schedule=None, norm=nn.BatchNorm1d):
+        super().__init__()
+        self.embed = nn.Linear(8, WIDTH)
+        self.blocks = nn.ModuleList([Block("fused"), Block("separate")])
+        self.drop = nn.Dropout(0.2)
+        self.norm = norm(WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+        self.train_acc = MulticlassAccuracy(10)
+        group = {"f1": MulticlassF1Score(10), "acc": MulticlassAccuracy(10)}
+        self.train_more = MetricCollection(group, prefix="train/more_")
+        self.val_acc = MulticlassAccuracy(10)
+        self.schedule = schedule
+        self.losses = []
+
+    def forward(self, x):
+        x = self.embed(x.flatten(1, 2))
+        for block in self.blocks:
+            x = self.drop(block(x))
+        return self.head(self.norm(x.mean(1)))
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x = x + 0.01 * random.random() + 0.01 * draw()
+        logits = self(x)
+        loss = F.cross_entropy(logits, y)
+        self.train_acc(logits, y)
+        self.train_more.update(logits, y)
+        self.log("train/loss", loss, on_step=True, on_epoch=True)
+        self.log("train/acc", self.train_acc, on_step=True, on_epoch=True)
+        self.log("train/largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
+        if batch_idx == 0:
+            self.log("train/rare", loss * 2, on_step=True, on_epoch=True)
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_train_epoch_end(self):
+        self.log_dict(self.train_more.compute())
+        self.train_more.reset()
+
+    def validation_step(self, batch, batch_idx):
+        logits = self(batch[0])
+        self.val_acc(logits, batch[1])
+        self.log("val/acc", self.val_acc)
+        self.log("val/loss", F.cross_entropy(logits, batch[1]))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.schedule is None:
+            return optimizer
+        if self.schedule == "step":  # asks Lightning for the data before the state of the loader was read
+            total = self.trainer.estimated_stepping_batches
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / (total + 1))
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        if self.schedule == "epoch":
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+
+
+class Rows(Logger):
+    """Keeps what was logged, in order."""
+
+    name = version = "rows"
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows += [((name, step), float(value)) for name, value in metrics.items()]
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+
+class SaveEverywhere(Checkpoint):
+    """Saves in every hook in which Lightning's ModelCheckpoint can, and notes how much was logged before."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.saved = {}
+
+    def save(self, trainer, hook):
+        if trainer.sanity_checking:
+            return
+        path = self.folder / f"{len(self.saved):02}-{hook}-{trainer.current_epoch}-{trainer.global_step}.ckpt"
+        self.saved[path] = (len(trainer.logger.rows), len(trainer.lightning_module.losses))
+        trainer.save_checkpoint(path)
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer, pl_module):
+        self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.save(trainer, "epoch")
+
+
+def callbacks_of(kind):
+    if kind == "none":
+        return []
+    monitor = ConditionNumberMonitor(every_n_steps=2, quantities=["key"])
+    schedule = StrengthSchedule("measured", monitor="cond/key/mean", target=2.0, every_n_steps=2, start=0.5)
+    average = {
+        "ema": lambda: EMAWeightAveraging(decay=0.5),
+        "swa": lambda: StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=1),
+        "plain": lambda: None,
+    }[kind]()
+    found = [SpectralConditioning(refresh_every_n_steps=3), ConditionedTokens(), schedule, monitor, average]
+    return [one for one in found if one is not None]
+
+
+def run(tmp_path, kind="none", saver=None, ckpt_path=None, exact=True, schedule=None, seed=0, workers=0, **kwargs):
+    pl.seed_everything(seed, verbose=False)
+    module, rows = Digits(schedule, nn.LayerNorm if kind == "swa" else nn.BatchNorm1d), Rows()
+    callbacks = [*([ExactResume()] if exact else []), *callbacks_of(kind), SaveLast(), *([saver] if saver else [])]
+    settings = {"max_epochs": 3, "limit_train_batches": 5, "limit_val_batches": 2, "log_every_n_steps": 1, **kwargs}
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, callbacks=callbacks, logger=rows,
+        enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1, **settings,
+    )  # fmt: skip
+    data = DigitsDataModule(batch_size=24, augment=True, num_workers=workers)
+    trainer.fit(module, data, ckpt_path=ckpt_path)
+    return trainer, module, rows.rows
+
+
+class SaveLast(Checkpoint):
+    """Keeps what a checkpoint at the end of the last epoch holds."""
+
+    content = None
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / "last.ckpt")
+        self.content = torch.load(Path(trainer.default_root_dir) / "last.ckpt", weights_only=True)
+
+
+def state_of(trainer, module):
+    (last,) = (callback for callback in trainer.callbacks if isinstance(callback, SaveLast))
+    content = {key: value for key, value in (last.content or {}).items() if key != "callbacks"}
+    return {
+        "weights": module.state_dict(),
+        "steps": (trainer.global_step, trainer.current_epoch),
+        "random": (random.random(), draw(), float(torch.rand(()))),
+        "watched": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "last": {key: value for key, value in content.items() if key != "loops"},
+    }
+
+
+def differences(a, b, path=""):
+    if isinstance(a, torch.Tensor):
+        return [] if torch.equal(a, b) else [f"{path}: {(a - b).abs().max()}"]
+    if isinstance(a, dict):
+        keys = [f"{path}.{key} is missing" for key in a.keys() ^ b.keys()]
+        return keys + [d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, (list, tuple)) and len(a) == len(b):
+        return [
+            d
+            for index, (one, two) in enumerate(zip(a, b, strict=True))
+            for d in differences(one, two, f"{path}[{index}]")
+        ]
+    return [] if a == b or (a != a and b != b) else [f"{path}: {a} is {b}"]
+
+
+def check(tmp_path, which=lambda path: True, **kwargs):
+    saver = SaveEverywhere(tmp_path)
+    trainer, module, rows = run(tmp_path, saver=saver, **kwargs)
+    expected, losses = state_of(trainer, module), module.losses
+    wrong = {}
+    paths = [path for path in saver.saved if which(path)]
+    assert paths
+    for path in paths:
+        logged, done = saver.saved[path]
+        trainer, module, again = run(tmp_path, ckpt_path=path, **kwargs)
+        state = state_of(trainer, module)
+        if not state["last"]:  # the run had ended
+            state["last"] = expected["last"]
+        found = differences(expected, state)
+        found += differences(losses[done:], module.losses, "losses")
+        found += differences(dict(rows), dict([*rows[:logged], *again]), "logged")
+        if found:
+            wrong[path.name] = found
+    assert not wrong, "\n".join(f"{name}: {len(found)}, {'; '.join(found[-3:])}" for name, found in wrong.items())
+
+
+CASES = {
+    "plain": {},
+    "validation within the epoch": {"val_check_interval": 2},
+    "no validation": {"limit_val_batches": 0},
+    "validation every second epoch": {"check_val_every_n_epoch": 2},
+    "accumulation": {"accumulate_grad_batches": 2},
+    "accumulation, validation within": {"accumulate_grad_batches": 2, "val_check_interval": 2},
+    "rows seldom": {"log_every_n_steps": 3},
+    "schedule by step": {"schedule": "step"},
+    "schedule by epoch": {"schedule": "epoch"},
+    "schedule by plateau": {"schedule": "plateau"},
+    # Not the checkpoint of the very last step: Lightning sees that nothing is left to do and does not end the epoch.
+    "steps": {"max_steps": 13, "max_epochs": -1, "which": lambda path: not path.name.endswith("batch-2-13.ckpt")},
+    "all of lit_cond, EMA": {"kind": "ema", "accumulate_grad_batches": 2, "val_check_interval": 2},
+    "all of lit_cond": {"kind": "plain"},
+    "SWA": {"kind": "swa"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_from_every_checkpoint(case, tmp_path):
+    check(tmp_path, **CASES[case])
