@@ -1,4 +1,4 @@
-"""``python -m lit_cond``: the general help needs no heavy import, all but `inspect` and `report` is `lit_cond.cli`."""
+"""``python -m lit_cond``: the general help imports little; what needs LightningCLI is `lit_cond.cli`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ COMMANDS = {
     "test": "evaluate a checkpoint on the test set",
     "predict": "run a checkpoint on the data to predict",
     "inspect": "show the attention of a model by name or path, before anything is trained",
+    "export": "write a trained model as safetensors, for Hugging Face, ONNX and torch.export, and check it",
     "report": "write a page of pictures and tables about training runs, from their logs",
 }
 """The commands and what each does."""
@@ -23,6 +24,7 @@ COMMANDS = {
 _USAGE = """\
 usage: python -m lit_cond COMMAND --config FILE [--KEY VALUE ...]
        python -m lit_cond inspect NAME_OR_PATH
+       python -m lit_cond export CKPT OUT
        python -m lit_cond report RUN_DIR [RUN_DIR ...]
 
 Train transformers with conditioned attention, and watch their condition numbers.
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     Raises:
         SystemExit: With code 2 and one line on stderr for what the user can repair, 0 after a help text, 1 if `inspect`
-            did not understand a layer.
+            did not understand a layer or `export` wrote what the model does not compute.
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     if not words or words[0] in ("-h", "--help"):
@@ -68,10 +70,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         inspect_model.main(words[1:])
         return
-    if words[0] == "report":
-        from lit_cond.report import command
+    if words[0] == "export":
+        from lit_cond.export import command as export_command
 
-        command.main(words[1:])
+        export_command.main(words[1:])
+        return
+    if words[0] == "report":
+        from lit_cond.report import command as report_command
+
+        report_command.main(words[1:])
         return
     try:
         with optional_imports("the command line"):

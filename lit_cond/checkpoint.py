@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
 from lit_cond.checkpoint_file import read_checkpoint
 from lit_cond.errors import CheckpointMismatchError
@@ -18,7 +19,7 @@ from lit_cond.surgery.checkpoint import attach_record_, read_record, restore_tok
 from lit_cond.surgery.strength_state import STATE_KEY
 from lit_cond.surgery.weights import conditioned_weights
 
-__all__ = ["load_checkpoint", "restore_corrections", "state_mismatch"]
+__all__ = ["load_checkpoint", "load_weights_", "restore_corrections", "state_mismatch"]
 
 M = TypeVar("M", bound=LightningModule)
 
@@ -40,7 +41,7 @@ def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
     """
     weights_only = kwargs.get("weights_only") is not False
     checkpoint = read_checkpoint(path, weights_only=weights_only, map_location=kwargs.get("map_location") or "cpu")
-    record = read_record(checkpoint)
+    read_record(checkpoint)  # a damaged one is told before a model is built
     if "weights_only" in inspect.signature(cls.load_from_checkpoint).parameters:
         kwargs["weights_only"] = weights_only  # Lightning unpickles what a URL gives without restrictions
     with _mismatches_named(), warnings.catch_warnings():
@@ -48,12 +49,26 @@ def load_checkpoint(cls: type[M], path: str | Path, **kwargs: Any) -> M:
             # The first pass may not know corrected tokens; the second one is strict.
             warnings.filterwarnings("ignore", message="Found keys that are")
         model = cls.load_from_checkpoint(path, **{**kwargs, "strict": False})
-    restore_tokens_(model, record, add=True)
+    load_weights_(model, checkpoint, strict=kwargs.get("strict") is not False)
+    return model
+
+
+def load_weights_(model: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load a checkpoint into a model that is built, with everything that the checkpoint records.
+
+    Args:
+        model: The model, with the names that the checkpoint has.
+        checkpoint: What `read_checkpoint` returns.
+        strict: Whether every weight must be there.
+
+    Raises:
+        CheckpointMismatchError: If the checkpoint does not fit the model; names of weights that differ are given.
+    """
+    restore_tokens_(model, read_record(checkpoint), add=True)
     with _mismatches_named():
-        model.load_state_dict(checkpoint["state_dict"], strict=kwargs.get("strict") is not False)
+        model.load_state_dict(checkpoint["state_dict"], strict=strict)
     if not any(conditioned_weights(model)):
         attach_record_(model, checkpoint)
-    return model
 
 
 @contextmanager

@@ -9,6 +9,7 @@ __all__ = [
     "CheckpointMismatchError",
     "ConfigurationError",
     "DataError",
+    "ExportMismatchError",
     "LitCondError",
     "LitCondWarning",
     "LostTargetError",
@@ -52,6 +53,10 @@ class DataError(LitCondError, ValueError):
 
 class CheckpointFileError(DataError):
     """A file is no checkpoint that can be read."""
+
+
+class ExportMismatchError(LitCondError, RuntimeError):
+    """An exported file does not compute what the model computes."""
 
 
 class MissingExtraError(LitCondError, ImportError):

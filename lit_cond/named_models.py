@@ -21,7 +21,7 @@ from torch import nn
 from lit_cond.errors import ConfigurationError, LitCondError, MissingExtraError
 from lit_cond.model_libraries import LIBRARIES, as_module, build_of_file
 
-__all__ = ["META_ABOVE", "NamedModel", "build_named"]
+__all__ = ["META_ABOVE", "NamedModel", "build_named", "offline"]
 
 META_ABOVE = 300_000_000
 """Parameters from which on a model is built on the meta device unless asked otherwise."""
@@ -80,7 +80,7 @@ def build_named(name: str, device: Literal["meta", "cpu"] | None = None, *, valu
         MissingExtraError: If the library that is named is not installed.
     """
     # The caller's random numbers stay as they are.
-    with _offline(), torch.random.fork_rng(devices=[]):
+    with offline(), torch.random.fork_rng(devices=[]):
         source = _source(name)
         if device is None and not source.own:
             model = _on_meta_or_none(source)
@@ -121,7 +121,7 @@ def _built(source: _Source, device: str) -> nn.Module:
 
 
 @contextmanager
-def _offline() -> Iterator[None]:
+def offline() -> Iterator[None]:
     """Keep the hub's client from the network, and let modules of the working directory be imported."""
     before, path = os.environ.get("HF_HUB_OFFLINE"), list(sys.path)
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -1,0 +1,170 @@
+"""One export: the model as it is, the folded one, and the batches on which they and each file are compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lit_cond import __version__
+from lit_cond.errors import ConfigurationError, ExportMismatchError
+from lit_cond.export.compare import default_tolerance, largest_difference, tensors_in
+from lit_cond.export.example import batch_size, find_example, resized
+from lit_cond.export.formats import FILES, FORMATS, ExportedFile, Format
+from lit_cond.export.graph import (
+    Runner,
+    read_onnx,
+    read_pt2,
+    to_program,
+    with_products,
+    write_onnx,
+    write_pt2,
+)
+from lit_cond.export.source import find_backbone
+from lit_cond.export.weights import (
+    is_hugging_face,
+    read_huggingface,
+    read_safetensors,
+    write_huggingface,
+    write_safetensors,
+)
+from lit_cond.surgery.apply import fold_
+from lit_cond.surgery.samples import Sample
+from lit_cond.surgery.tokens import token_forwards
+
+__all__ = ["Job"]
+
+
+class Job:
+    """One export: the model as it is, the folded one, and the batches to compare them on."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        formats: Sequence[Format] | None,
+        example: Any,
+        backbone: str | None,
+        tolerance: float | None,
+        dynamic_batch: bool,
+    ) -> None:
+        self.live = copy.deepcopy(model).eval()
+        self.folded = copy.deepcopy(self.live)
+        fold_(self.folded)
+        self.name, part = find_backbone(self.folded, backbone)
+        self.left_out: dict[Format, str] = {}
+        self.notes: list[str] = []
+        if formats is None:
+            self.left_out = _not_applicable(part)
+            formats = [name for name in FORMATS if name not in self.left_out]
+        self.formats = [name for name in FORMATS if name in formats]
+        if "huggingface" in formats and not is_hugging_face(part):
+            raise ConfigurationError(
+                f"huggingface does not apply: the backbone is {type(part).__name__}, no model of transformers; leave "
+                "it out of --formats, or name another part with --backbone"
+            )
+        # A LightningModule whose author wrote no forward is run through its backbone.
+        self.whole = _has_forward(self.folded)
+        parameter = next(self.folded.parameters(), torch.empty(0))
+        if parameter.device.type != "cpu":
+            raise ConfigurationError(f"the model is on {parameter.device}: move it to the CPU with model.cpu()")
+        self.tolerance = default_tolerance(parameter.dtype) if tolerance is None else tolerance
+        self.dynamic = dynamic_batch
+        self.example = find_example(self._target(self.live), example)
+        if self.example is None and {"onnx", "pt2"} & set(self.formats):
+            raise ConfigurationError(
+                f"{type(model).__name__} does not say what it takes: give a batch with --data, an example_input_array "
+                "to the class, or --formats safetensors"
+            )
+        self.batches = self._batches()
+        self.expected = [self._run(self._target(self.live), batch) for batch in self.batches]
+
+    def _target(self, model: nn.Module) -> nn.Module:
+        return model if self.whole else model.get_submodule(self.name)
+
+    def _batches(self) -> list[Sample]:
+        if self.example is None:
+            self.notes.append("outputs were not compared: there was no batch to run, --data gives one")
+            return []
+        size = batch_size(self.example)
+        others = (1, size + 3) if self.dynamic else (size,)
+        return [self.example, *(resized(self.example, other) for other in others)]
+
+    @staticmethod
+    def _run(model: nn.Module, batch: Sample) -> list[Tensor]:
+        return [tensor.clone() for tensor in tensors_in(batch.run(model))]
+
+    def write(self, name: Format, folder: Path) -> ExportedFile:
+        """Write one format, read it back and compare.
+
+        Raises:
+            ExportMismatchError: If it computes something else.
+        """
+        path = folder / FILES[name]
+        run = getattr(self, f"_{name}")(path)
+        if not self.batches:
+            return ExportedFile(name, path.name, None)
+        found = [run(batch) for batch in self.batches]
+        difference = max(largest_difference(a, b) for a, b in zip(self.expected, found, strict=True))
+        if not difference <= self.tolerance:
+            raise ExportMismatchError(self._mismatch(name, path.name, difference))
+        return ExportedFile(name, path.name, difference)
+
+    def _mismatch(self, format_: Format, name: str, difference: float) -> str:
+        why = ""
+        if format_ == "onnx" and any(token_forwards(self.folded)):
+            why = (
+                " (its tokens are corrected by matrix products, which differ where the tokens of a sample have almost "
+                "no extent in some direction)"
+            )
+        return (
+            f"'{name}' does not compute what the model computes: outputs differ by {difference:.1e} of the largest "
+            f"one, {self.tolerance:.1e} are allowed{why}; nothing was written: leave {format_} out with --formats, or "
+            "accept it with --tolerance"
+        )
+
+    def _safetensors(self, path: Path) -> Runner:
+        shared = write_safetensors(self.folded.get_submodule(self.name), path, {"lit_cond": __version__})
+        if shared:
+            self.notes.append(f"{path.name} holds {len(shared)} shared tensors twice ('{shared[0]}', ...)")
+        fresh = copy.deepcopy(self.folded)
+        read_safetensors(fresh.get_submodule(self.name), path)
+        return lambda batch: self._run(self._target(fresh), batch)
+
+    def _huggingface(self, path: Path) -> Runner:
+        part = self.folded.get_submodule(self.name)
+        write_huggingface(part, path)
+        loaded = read_huggingface(part, path)
+        if not self.name:
+            return lambda batch: self._run(loaded, batch)
+        fresh = copy.deepcopy(self.folded)
+        parent, _, child = self.name.rpartition(".")
+        setattr(fresh.get_submodule(parent), child, loaded)
+        return lambda batch: self._run(self._target(fresh), batch)
+
+    def _onnx(self, path: Path) -> Runner:
+        assert self.example is not None
+        target = with_products(self._target(self.folded))
+        write_onnx(to_program(target, self.example, dynamic_batch=self.dynamic), path)
+        return read_onnx(path)
+
+    def _pt2(self, path: Path) -> Runner:
+        assert self.example is not None
+        write_pt2(to_program(self._target(self.folded), self.example, dynamic_batch=self.dynamic), path)
+        return read_pt2(path)
+
+
+def _has_forward(model: nn.Module) -> bool:
+    """Whether the author of a model wrote a forward; LightningModule has one that raises."""
+    return "lightning" not in type(model).forward.__module__.split(".")[0]
+
+
+def _not_applicable(part: nn.Module) -> dict[Format, str]:
+    if not is_hugging_face(part):
+        return {"huggingface": f"the backbone is {type(part).__name__}, no model of transformers"}
+    for name, _ in token_forwards(part):
+        return {"huggingface": f"the tokens at '{name}' are corrected, which from_pretrained could not know"}
+    return {}
