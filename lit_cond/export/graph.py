@@ -21,7 +21,7 @@ from lit_cond.export.compare import tensors_in
 from lit_cond.export.example import batch_size
 from lit_cond.extras import optional_imports
 from lit_cond.surgery.samples import Sample
-from lit_cond.surgery.tokens import token_forwards
+from lit_cond.surgery.tokens import TokenForward, token_forwards
 
 __all__ = ["Runner", "read_onnx", "read_pt2", "to_program", "with_products", "write_onnx", "write_pt2"]
 
@@ -76,13 +76,21 @@ def _capturing() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(fast)
 
 
+class _InFloat64(TokenForward):
+    """Corrects tokens in float64: products in float32 lose a digit for each one in the condition number."""
+
+    def _correction(self, matrices: Tensor, mask: Tensor | None) -> Tensor:
+        return super()._correction(matrices.double(), mask)
+
+
 def with_products(model: nn.Module) -> nn.Module:
-    """Return a model whose tokens are corrected by matrix products: ONNX has no decomposition of matrices."""
+    """Return a model whose tokens are corrected by products in float64: ONNX has no decomposition of matrices."""
     if not any(token_forwards(model)):
         return model
     model = copy.deepcopy(model)
     for _, forward in token_forwards(model):
         forward.rule = replace(forward.rule, backend="products")
+        forward.__class__ = _InFloat64  # in its place, where the hooks of the block know it
     return model
 
 
