@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import Namespace
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.cli import (
     ArgsType,
@@ -22,7 +25,10 @@ from torch.optim import Optimizer
 # Importing the packages is what makes the short names of their classes known.
 import lit_cond.data
 import lit_cond.tasks  # noqa: F401
+from lit_cond.atomic_io import AtomicCheckpointIO
+from lit_cond.callbacks import ExactResume
 from lit_cond.checkpoint import state_mismatch
+from lit_cond.cli_last import find_last, keep_rows, tell
 from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants_traceback
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
@@ -43,6 +49,7 @@ class LitCondCLI(LightningCLI):
     def __init__(self, args: ArgsType = None) -> None:
         self.family: list[LitCondParser] = []
         self.ckpt_path: str | None = None
+        self.written: dict[str, Any] = {}
         self.keep_options = False
         super().__init__(
             parser_class=LitCondParser,
@@ -88,6 +95,9 @@ class LitCondCLI(LightningCLI):
         self.given = given[command]
         options = self.config[command]
         self.ckpt_path = options.get("ckpt_path")
+        if self.ckpt_path == "last" and command == "fit":
+            self._find_last(parser)
+            options = self.config[command]
         self.keep_options = self.ckpt_path is not None
         path = checked_path(self.ckpt_path)
         if path is None:
@@ -104,6 +114,23 @@ class LitCondCLI(LightningCLI):
             )
             return
         self._merge_saved(parser, command, saved)
+
+    def _find_last(self, parser: LightningArgumentParser) -> None:
+        """Put the path of the last checkpoint in the place of the word, and let the log go on where it was."""
+        options = self.config["fit"]
+        # What is saved beside the run is what the user has written: the same command goes on once more.
+        self.written = {"ckpt_path": "last", "logger": deepcopy(options["trainer"].get("logger"))}
+        run = find_last(options["trainer"])
+        if run.checkpoint is None:
+            places = ", ".join(f"'{os.path.relpath(folder)}'" for folder in run.searched)
+            tell(f"ckpt_path: no checkpoint to go on from yet in {places}: the run begins at the beginning")
+            self.ckpt_path = options["ckpt_path"] = None
+            return
+        tell(f"ckpt_path: going on from '{os.path.relpath(run.checkpoint)}' (epoch {run.epoch}, step {run.step})")
+        self.ckpt_path = options["ckpt_path"] = str(run.checkpoint)
+        if run.loggers:
+            logger = run.loggers if len(run.loggers) > 1 else run.loggers[0]
+            self.config = parser.parse_object({"fit": {"trainer": {"logger": logger}}}, self.config)
 
     def _merge_saved(self, parser: LightningArgumentParser, command: str, saved: dict[str, Any]) -> None:
         model = self.config[command]["model"]
@@ -161,22 +188,36 @@ class LitCondCLI(LightningCLI):
             ConfigurationError: Lightning refuses a value.
         """
         options = self.config_init[self.subcommand]
+        for key, section in (("ckpt_path", options), ("logger", options["trainer"])):
+            if key in self.written:
+                saved = self.config[self.subcommand]
+                (saved if section is options else saved["trainer"])[key] = self.written[key]
         listed = options["trainer"].get("callbacks") or []
         listed = listed if isinstance(listed, list) else [listed]
         grouped = [options[key] for key in CALLBACK_GROUPS if options.get(key) is not None]
-        kwargs.setdefault("callbacks", [*grouped, *listed, *self._resume_callbacks()])
+        kwargs.setdefault("callbacks", [*grouped, *listed, *self._resume_callbacks(listed)])
         try:
-            return super().instantiate_trainer(**kwargs)
+            trainer = super().instantiate_trainer(**kwargs)
         except LitCondError:
             raise
         except (MisconfigurationException, TypeError, ValueError) as error:
             raise ConfigurationError(f"trainer: {error}") from error
+        if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # neither the user's own nor a strategy's
+            trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+        return trainer
 
-    def _resume_callbacks(self) -> list[pl.Callback]:
-        if self.ckpt_path is None or self.subcommand != "fit":
-            return []
-        changed = self.keep_options or self.given.get("optimizer") is not None
-        return [KeepGivenOptions()] if changed else []
+    def _resume_callbacks(self, listed: Sequence[pl.Callback]) -> list[pl.Callback]:
+        found: list[pl.Callback] = []
+        if self.ckpt_path is not None and self.subcommand == "fit":
+            changed = self.keep_options or self.given.get("optimizer") is not None
+            found += [KeepGivenOptions()] if changed else []
+        # The last one: what others do at the start of the training does not move the random numbers that it restores.
+        return found if any(isinstance(one, ExactResume) for one in listed) else [*found, ExactResume()]
+
+    def before_fit(self) -> None:
+        """Keep the rows of a run that goes on."""
+        if self.written and self.ckpt_path is not None:
+            keep_rows(self.trainer)
 
     def configure_optimizers(  # type: ignore[override]
         self,

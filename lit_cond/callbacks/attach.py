@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import nn
 from typing_extensions import override
 
 from lit_cond.callbacks.charts import log_text
 from lit_cond.callbacks.confirm import FirstBatch
+from lit_cond.callbacks.reduction import await_end_of_epoch, refuse_unequal_batches
 from lit_cond.callbacks.strength_schedule import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
 from lit_cond.surgery.apply import (
@@ -30,8 +32,10 @@ from lit_cond.surgery.apply import (
     unbake_,
     uncondition_,
 )
-from lit_cond.surgery.checkpoint import RECORD_KEY, raw_state, restore_tokens_, to_effective, to_raw_
+from lit_cond.surgery.checkpoint import RECORD_KEY, raw_state, read_record, restore_tokens_, to_effective, to_raw_
 from lit_cond.surgery.rules import Rule, WeightRule
+from lit_cond.surgery.sharding import is_flat_sharded, whole_parameters
+from lit_cond.surgery.sites import clean_name
 from lit_cond.surgery.tokens import token_forwards
 from lit_cond.surgery.weights import conditioned_weights, is_attached
 
@@ -108,12 +112,14 @@ class _SaveCheckpoint(_Wrapped):
         current = checkpoint.get("current_model_state")
         if current is not None:
             checkpoint["current_model_state"] = raw_state(self.module, current)
-        checkpoint["state_dict"], record = to_effective(
-            self.module,
-            checkpoint["state_dict"],
-            resumable="optimizer_states" in checkpoint,
-            averaged=current is not None,
-        )
+        baked = any(weight.baked for _, weight in conditioned_weights(self.module))
+        with whole_parameters(_outermost(self.module) if baked else None):
+            checkpoint["state_dict"], record = to_effective(
+                self.module,
+                checkpoint["state_dict"],
+                resumable="optimizer_states" in checkpoint,
+                averaged=current is not None,
+            )
         if record["weights"] or record["tokens"]:
             checkpoint[RECORD_KEY] = record
 
@@ -132,9 +138,20 @@ class _LoadCheckpoint(_Wrapped):
         # First the module's own hook, which may rename what the checkpoint holds.
         self.call_inner(checkpoint)
         # An evaluation takes the corrections of tokens from the checkpoint; a fit takes them from its callbacks.
-        restore_tokens_(self.module, checkpoint.get(RECORD_KEY, {}), add=not self.fitting)
-        to_raw_(self.module, checkpoint)
+        restore_tokens_(self.module, read_record(checkpoint), add=not self.fitting)
+        # Without weights in the checkpoint, the strategy has loaded them already: into the parameters.
+        loaded = "state_dict" not in checkpoint
+        with whole_parameters(_outermost(self.module) if loaded else None, writeback=True):
+            to_raw_(self.module, checkpoint)
         self.loaded = True
+
+
+def _outermost(module: LightningModule) -> nn.Module | None:
+    """Return what the strategy has made of a module: the module itself, or a wrapper around it."""
+    try:
+        return module.trainer.model
+    except RuntimeError:
+        return None  # no Trainer: `load_from_checkpoint`
 
 
 class ConditioningCallback(Callback):
@@ -165,10 +182,11 @@ class ConditioningCallback(Callback):
                 f"{type(self).__name__} with the settings {self.rule.settings()} is in the list of callbacks twice; "
                 "remove one"
             )
-        if type(trainer.strategy).__name__.startswith("DeepSpeed"):
+        # By name: deepspeed itself, and the class of Lightning's other package, may not be there.
+        if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(trainer.strategy).__mro__):
             raise ConfigurationError(
-                f"{type(self).__name__} does not work with DeepSpeed, which saves weights on its own; use "
-                "strategy='ddp'"
+                f"{type(self).__name__} does not work with DeepSpeed: its engine writes and reads weights past the "
+                "hooks that put corrected ones into a checkpoint; use strategy='fsdp', ModelParallelStrategy or 'ddp'"
             )
         if not isinstance(pl_module.__dict__.get("on_save_checkpoint"), _SaveCheckpoint):
             _SaveCheckpoint(pl_module)
@@ -187,18 +205,24 @@ class ConditioningCallback(Callback):
             AlreadyConditionedError: If the model carries corrections of other settings.
         """
         if isinstance(self.rule, WeightRule):
-            unbake_(pl_module, self.rule)
+            with whole_parameters(_outermost(pl_module), writeback=True):
+                unbake_(pl_module, self.rule)
         self._fresh = not self.present(pl_module)
+        if self._fresh and is_flat_sharded(pl_module):
+            raise ConfigurationError(
+                "the model is wrapped in FullyShardedDataParallel before it is conditioned; let the strategy wrap it "
+                "afterwards: FSDPStrategy(auto_wrap_policy=...)"
+            )
         if self._fresh:
             condition_(pl_module, self.rule)
         self._names = self.present(pl_module)
 
     def present(self, pl_module: LightningModule) -> list[str]:
-        """Return the names of what carries this callback's rule."""
+        """Return the names of what carries this callback's rule, without the parts that wrappers put in."""
         settings = self.rule.settings()
         weights = [n for n, w in conditioned_weights(pl_module) if any(t.rule.settings() == settings for t in w.terms)]
         tokens = [n for n, forward in token_forwards(pl_module) if forward.rule.settings() == settings]
-        return weights + tokens
+        return [clean_name(name) for name in weights + tokens]
 
     def was_loaded(self, pl_module: LightningModule) -> bool:
         """Say whether this stage has loaded a checkpoint."""
@@ -227,7 +251,8 @@ class ConditioningCallback(Callback):
                 term.to_(weight.parameter.device)
         for _, forward in token_forwards(pl_module):
             forward.to_(pl_module.device)
-        text = self.describe(pl_module)
+        with whole_parameters(trainer.model):
+            text = self.describe(pl_module)
         rank_zero_info(text)
         log_text(trainer, f"lit_cond/{type(self).__name__}", text)
 
@@ -237,8 +262,18 @@ class ConditioningCallback(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Take this callback's strength, and prepare to confirm what no forward pass has shown.
+
+        Raises:
+            ConfigurationError: If the processes have different numbers of batches.
+        """
+        refuse_unequal_batches(trainer)
         self._use_own_strength(trainer, pl_module)
-        untraced = [site for site in targeted_sites(pl_module, self.rule) if not site.traced]
+        with whole_parameters(trainer.model):
+            untraced = [site for site in targeted_sites(pl_module, self.rule) if not site.traced]
+        if untraced and is_flat_sharded(trainer.model or pl_module):
+            rank_zero_info("attention: not confirmed at the first batch, its weights are sharded")
+            untraced = []
         self._first_batch = FirstBatch(pl_module, untraced) if untraced else None
 
     @override
@@ -254,6 +289,11 @@ class ConditioningCallback(Callback):
             first_batch, self._first_batch = self._first_batch, None
             with trainer.precision_plugin.forward_context():
                 first_batch.confirm()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Wait for the other processes where the numbers of their batches are not known."""
+        await_end_of_epoch(trainer)
 
     def _use_own_strength(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Use this callback's strength, not that of a checkpoint or an earlier fit, unless a schedule moves it."""
@@ -287,7 +327,7 @@ class ConditioningCallback(Callback):
         self._fresh = False
         self._forget_first_batch()
         if stage == "fit":
-            bake_(pl_module)
+            self._bake(pl_module)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -301,4 +341,11 @@ class ConditioningCallback(Callback):
             # Nothing was trained: leave the model as it came.
             uncondition_(pl_module, self.rule)
         self._fresh = False
-        bake_(pl_module)
+        if not is_flat_sharded(_outermost(pl_module) or pl_module):
+            # There it takes all processes, of which some may not be here.
+            self._bake(pl_module)
+
+    def _bake(self, pl_module: LightningModule) -> None:
+        live = any(not weight.baked for _, weight in conditioned_weights(pl_module))
+        with whole_parameters(_outermost(pl_module) if live else None, writeback=True):
+            bake_(pl_module)

@@ -14,7 +14,7 @@ from typing_extensions import override
 from lit_cond.callbacks.coverage import Coverage, raise_first, stop_training
 from lit_cond.callbacks.monitor_charts import OVER_LAYERS, MonitorCharts
 from lit_cond.callbacks.monitor_checks import check_order, compiled_code
-from lit_cond.callbacks.reduction import mean_over_processes
+from lit_cond.callbacks.reduction import mean_over_processes, refuse_unequal_batches
 from lit_cond.callbacks.stop_rule import StopRule
 from lit_cond.errors import ConfigurationError, LitCondWarning, NoMatchingTargetError
 from lit_cond.measuring.collection import over_layers
@@ -238,6 +238,7 @@ class ConditionNumberMonitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        refuse_unequal_batches(trainer)
         self._began = time.perf_counter()
 
     @override

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lit_cond.errors import UnknownAttentionError
 from lit_cond.measuring.values import mapped
 from lit_cond.surgery.samples import Sample
+from lit_cond.surgery.scope import InstanceForward
 from lit_cond.surgery.sites import AttentionSite
 from lit_cond.surgery.survey import survey_attention, trace_and_remember
 
@@ -43,6 +44,8 @@ class FirstBatch:
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module is self._pl_module and not isinstance(module.__dict__.get("forward"), (InstanceForward, type(None))):
+            return  # a strategy passes its call of `training_step` through the wrapper's forward, and so through here
         if self._open is None:
             self._open = module
             if all(seen is not module for seen, _ in self._calls):

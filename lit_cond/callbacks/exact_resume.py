@@ -75,6 +75,9 @@ class ExactResume(Callback):
             logger.save()
         where = loop_state.position(trainer)
         state: dict[str, Any] = {"format": 1, "position": where, "epoch": trainer.current_epoch}
+        # With them the log goes on in its place.
+        versions = [getattr(logger, "version", None) for logger in trainer.loggers]
+        state["versions"] = [version if isinstance(version, (int, str)) else None for version in versions]
         own: dict[str, Any] = {"random": random_state(pl_module.device)}
         if where != "elsewhere":
             # Metrics may be reduced over the processes here, so every one of them asks for the rows.

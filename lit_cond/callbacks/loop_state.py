@@ -8,6 +8,7 @@ and put them back.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, Literal
@@ -256,12 +257,12 @@ def note_saved(trainer: Trainer, path: str, step: int) -> None:
 
     It would write it again under another name: it does not store that.
     """
+    real = os.path.realpath(path)
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and path in (
-            callback.best_model_path,
-            callback.last_model_path,
-            *callback.best_k_models,
-        ):
+        if not isinstance(callback, ModelCheckpoint):
+            continue
+        written = (callback.best_model_path, callback.last_model_path, *callback.best_k_models)
+        if any(one and os.path.realpath(one) == real for one in written):
             callback._last_global_step_saved = step
             callback._last_checkpoint_saved = path
 

@@ -12,7 +12,9 @@ from lit_cond.errors import AlreadyConditionedError, ConfigurationError, LitCond
 from lit_cond.functional.attention import predicted_attention_entropy
 from lit_cond.surgery.apply import effective_matrix, refresh_, targeted_sites, uncondition_
 from lit_cond.surgery.report import WeightReport, format_table, is_plain, measure_weights, well_conditioned
+from lit_cond.surgery.rounding import rounded_away
 from lit_cond.surgery.rules import WeightRule
+from lit_cond.surgery.sharding import whole_parameters
 from lit_cond.surgery.survey import survey_attention
 from lit_cond.surgery.table import format_remarks
 
@@ -21,6 +23,8 @@ __all__ = ["SpectralConditioning"]
 # Below this part of the entropy of uniform attention the softmax hardly looks beyond one token.
 _COLLAPSED = 0.25
 _PROBE_TOKENS = 64
+# Rounding leaves some entries as they were in any 16-bit weight; from here on the correction is another one.
+_LOST = 0.1
 
 
 class SpectralConditioning(ConditioningCallback):
@@ -90,13 +94,16 @@ class SpectralConditioning(ConditioningCallback):
         """
         try:
             if self._fresh and not self.was_loaded(pl_module):
-                self._reports = self._measure(pl_module)
+                with whole_parameters(trainer.model):
+                    self._reports = self._measure(pl_module)
                 self._refuse_conditioned(pl_module, self._reports)
             super().on_fit_start(trainer, pl_module)
         finally:
             self._reports = None
         if self._fresh:
-            self._warn_if_saturated(pl_module)
+            with whole_parameters(trainer.model):
+                self._warn_if_saturated(pl_module)
+                self._warn_if_rounded_away(pl_module)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,7 +116,8 @@ class SpectralConditioning(ConditioningCallback):
         """Compute the corrections anew where the interval asks for it."""
         step, every = trainer.global_step, self.refresh_every_n_steps
         if every is not None and step // every != self._refreshed_at // every:
-            refresh_(pl_module, self.rule)
+            with whole_parameters(trainer.model):
+                refresh_(pl_module, self.rule)
             self._refreshed_at = step
 
     @override
@@ -141,6 +149,17 @@ class SpectralConditioning(ConditioningCallback):
             "conditioned checkpoint loaded as a plain one? Resume with fit(ckpt_path=...) or "
             "lit_cond.load_checkpoint, or set allow_conditioned=True to correct them all the same"
         )
+
+    def _warn_if_rounded_away(self, pl_module: LightningModule) -> None:
+        lost, total = rounded_away(pl_module, self.rule)
+        if total and lost / total > _LOST:
+            warnings.warn(
+                f"{lost / total:.0%} of the {total} corrected entries stay as they were: the correction is smaller "
+                "than what the dtype of the weights can hold; raise `scale` or `strength`, or use "
+                "precision='bf16-mixed' or '16-mixed', which keep float32 weights",
+                LitCondWarning,
+                stacklevel=2,
+            )
 
     def _warn_if_saturated(self, pl_module: LightningModule) -> None:
         parts = []

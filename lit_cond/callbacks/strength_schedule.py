@@ -29,7 +29,8 @@ class StrengthSchedule(Callback):
         end: Strength after `num_steps`; the upper limit of "measured".
         num_steps: Length in optimizer steps; the whole training when omitted.
         every_n_steps: How often "measured" moves the strength, in optimizer steps.
-        monitor: For "measured": the logged quantity, such as "cond/key/mean". A higher strength must lower it.
+        monitor: For "measured": the logged quantity, such as "cond/key/mean". A higher strength must lower it. Of
+            several processes, the first one's value counts.
         target: For "measured": the value to hold it at.
         gain: For "measured": change of the strength for each factor e between the quantity and its target.
         applies_to: Corrections of weights, of tokens, or both.
@@ -82,6 +83,7 @@ class StrengthSchedule(Callback):
         self._strength = start
         self._value: float | None = None
         self._moved_at = -1
+        self._found = False
 
     @property
     @override
@@ -106,6 +108,7 @@ class StrengthSchedule(Callback):
         """Begin anew with a new training; a resume restores the state after this."""
         if stage == "fit" and trainer.global_step == 0:
             self._strength, self._value, self._moved_at = self.start, None, -1
+        self._found = False
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -135,6 +138,8 @@ class StrengthSchedule(Callback):
                 self._strength = measured_strength(
                     self._strength, self._value, self.target, self.gain, lower=0.0, upper=self.end
                 )
+            # A quantity may be logged in one process only, or with a value in each; the model is the same in all.
+            self._strength = trainer.strategy.broadcast(self._strength)
         value = self.strength_at(trainer, step)
         set_strength_(pl_module, value, self.applies_to)
         pl_module.log(f"cond/strength/{self.applies_to}", value, batch_size=1)
@@ -169,7 +174,11 @@ class StrengthSchedule(Callback):
             self._value = float(trainer.callback_metrics[self.monitor])
 
     def _require_value(self, trainer: Trainer) -> None:
-        if self._value is None:
+        if self._found:
+            return
+        # The first process decides, so that all go on or none does.
+        self._found = trainer.strategy.broadcast(self._value is not None)
+        if not self._found:
             raise ConfigurationError(
                 f"StrengthSchedule(monitor={self.monitor!r}) finds no such metric; logged are "
                 f"{', '.join(sorted(trainer.callback_metrics))}"

@@ -83,7 +83,8 @@ class ResumableLoader(DataLoader[Any]):
     """A DataLoader that goes on within an epoch where a checkpoint was written.
 
     Lightning stores and loads its state. What was given before is skipped without being read. Its iterators draw
-    nothing from the generators of the run if it has one of its own, and begin to work when the first batch is asked for.
+    nothing from the generators of the run if it has one of its own, and begin to work when the first batch is
+    asked for.
     """
 
     _given = 0

@@ -1,0 +1,229 @@
+"""``fit --ckpt_path last``: the newest run of a job, its last checkpoint, and the places where its log goes on.
+
+Lightning looks for files called ``last*.ckpt`` in the folder of the run that begins, which is a new one. Here the job's
+folders are searched, whatever its checkpoints are called.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import io
+import os
+import re
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+
+from lit_cond.checkpoint_file import read_checkpoint
+from lit_cond.errors import CheckpointFileError, LitCondWarning
+
+__all__ = ["LastRun", "find_last", "keep_rows", "tell"]
+
+Version = int | str
+_FOUND = "LIT_COND_LAST_CHECKPOINT"
+_VERSION_FOLDER = re.compile(r"version_(\d+)")
+_KEPT_ROWS = "metrics.before.csv"
+_RESUME_KEY = "ExactResume"
+
+
+@dataclass(frozen=True)
+class LastRun:
+    """Where a run goes on.
+
+    Attributes:
+        checkpoint: The most advanced whole checkpoint; None where there is none.
+        searched: The folders that were looked into.
+        loggers: Specifications of the loggers, with the versions of the run, in the form of the configuration.
+        step: The optimizer steps that the checkpoint has behind it.
+        epoch: The epoch that it was written in, counted from 0.
+    """
+
+    checkpoint: Path | None
+    searched: tuple[Path, ...]
+    loggers: list[dict[str, Any]]
+    step: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True)
+class _Logger:
+    """A logger as the configuration describes it; `root` is None where its folders are not known."""
+
+    class_path: str
+    init_args: Mapping[str, Any]
+    save_dir: Path
+    root: Path | None
+    version: Version | None
+
+
+def find_last(trainer_options: Mapping[str, Any]) -> LastRun:
+    """Find the newest run that a trainer with these options has made, and its last checkpoint.
+
+    The newest run is the version folder with the highest number that holds a config.yaml or a checkpoint; where the
+    version is fixed, or there is no logger, it is the one folder there is. Checkpoints also count in the `dirpath` of
+    callbacks, if this run has written them.
+
+    Args:
+        trainer_options: The section `trainer` of the configuration.
+
+    Returns:
+        The run. A file that is no whole checkpoint is passed over with a warning; so is one that holds weights alone.
+    """
+    base = Path(trainer_options.get("default_root_dir") or Path.cwd())  # as the trainer has it
+    loggers = list(_loggers(trainer_options.get("logger"), base))
+    folders, version = _run_folders(loggers, base)
+    places = _dirpaths(trainer_options.get("callbacks"))
+    given = os.environ.get(_FOUND) if os.environ.get("LOCAL_RANK", "0") != "0" else None
+    if given:  # by the process that has started this one: later there may be another last checkpoint
+        found = [Path(given)]
+    else:
+        found = [path for folder in folders for path in sorted((folder / "checkpoints").rglob("*.ckpt"))]
+        found += [path for place in places for path in sorted(place.rglob("*.ckpt"))]
+    states = {path: state for path in dict.fromkeys(found) if (state := _resumable(path)) is not None}
+    if version is not None:
+        in_run = [path for path in states if _version_of(states[path], 0) in (None, version)]
+        states = {path: states[path] for path in in_run}
+    searched = tuple(dict.fromkeys([*folders, *places])) or (base,)
+    if not states:
+        return LastRun(None, searched, [])
+    last = max(states, key=lambda path: (*_progress(states[path]), path.stat().st_mtime_ns))
+    os.environ[_FOUND] = str(last)
+    state = states[last]
+    specifications = [_pinned(logger, _version_of(state, k, version)) for k, logger in enumerate(loggers)]
+    return LastRun(last, searched, specifications, state["global_step"], state["epoch"])
+
+
+def keep_rows(trainer: Trainer) -> None:
+    """Keep the rows in the metrics.csv of a run that goes on; Lightning's logger would delete them.
+
+    A row that a kill has cut off is left out.
+    """
+    for logger in trainer.loggers:
+        if isinstance(logger, CSVLogger):
+            _keep_rows(logger)
+
+
+@rank_zero_only
+def _keep_rows(logger: CSVLogger) -> None:
+    path = Path(logger.log_dir) / "metrics.csv"
+    kept = path.with_name(_KEPT_ROWS)
+    if not kept.exists():
+        if not path.is_file():
+            return
+        os.replace(path, kept)  # a kill from here on loses nothing: the next resume finds this file
+    text = kept.read_text().replace("\0", "")
+    text = text[: text.rfind("\n") + 1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
+        experiment: Any = logger.experiment
+    if text:
+        part = path.with_name(path.name + ".part")
+        part.write_text(text)
+        os.replace(part, path)
+        experiment.metrics_keys = next(csv.reader(io.StringIO(text)))
+    kept.unlink()
+
+
+def _loggers(option: Any, base: Path) -> Iterator[_Logger]:
+    if option is False:
+        return
+    if option is None or option is True:
+        known = any(importlib.util.find_spec(name) for name in ("tensorboard", "tensorboardX"))
+        option = {
+            "class_path": f"lightning.pytorch.loggers.{'TensorBoardLogger' if known else 'CSVLogger'}",
+            "init_args": {"save_dir": str(base)},
+        }
+    for one in option if isinstance(option, list) else [option]:
+        class_path, init_args = one["class_path"], dict(one.get("init_args") or {})
+        save_dir = Path(init_args.get("save_dir") or base)
+        root = None
+        module, _, name = class_path.rpartition(".")
+        if issubclass(getattr(importlib.import_module(module), name), (TensorBoardLogger, CSVLogger)):
+            root = save_dir / (init_args.get("name", "lightning_logs") or "")
+        yield _Logger(class_path, init_args, save_dir, root, init_args.get("version"))
+
+
+def _run_folders(loggers: list[_Logger], base: Path) -> tuple[list[Path], Version | None]:
+    """Return the folders of the newest run, and its version where there are several."""
+    if not loggers:
+        return [base], None
+    first = loggers[0]
+    if first.root is None:  # a logger with folders of its own kind: <save_dir>/<name>/<version>/checkpoints
+        folders = [path.parent for path in first.save_dir.glob("*/*/checkpoints")]
+        return sorted(folders, key=_changed)[-1:], None
+    if first.version is not None:
+        return [first.root / _folder_name(first.version)], first.version
+    numbers = [int(match[1]) for path in first.root.glob("version_*") if (match := _is_run(path))]
+    return ([first.root / _folder_name(max(numbers))], max(numbers)) if numbers else ([], None)
+
+
+def _is_run(folder: Path) -> re.Match[str] | None:
+    """Say whether a version folder is that of a training; an evaluation makes one too."""
+    training = (folder / "config.yaml").is_file() or any(folder.rglob("*.ckpt"))
+    return _VERSION_FOLDER.fullmatch(folder.name) if training else None
+
+
+def _folder_name(version: Version) -> str:
+    return version if isinstance(version, str) else f"version_{version}"
+
+
+def _changed(folder: Path) -> int:
+    return max((path.stat().st_mtime_ns for path in folder.rglob("*.ckpt")), default=0)
+
+
+def _dirpaths(callbacks: Any) -> list[Path]:
+    listed = callbacks if isinstance(callbacks, list) else [callbacks] if callbacks else []
+    given = [(one.get("init_args") or {}).get("dirpath") for one in listed if hasattr(one, "get")]
+    return [Path(path).expanduser() for path in given if path and "://" not in str(path)]
+
+
+def _resumable(path: Path) -> dict[str, Any] | None:
+    try:
+        state = read_checkpoint(path, mmap=True)
+    except CheckpointFileError as error:
+        rank_zero_warn(f"ckpt_path: passed over: {error}", category=LitCondWarning)
+        return None
+    if "optimizer_states" not in state:
+        tell(f"ckpt_path: passed over: '{path}' holds weights alone")
+        return None
+    return state
+
+
+def _progress(state: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return how far a run was, the end of a validation and of an epoch being further than their last batch."""
+    loops = state["loops"]["fit_loop"]
+    batches, epochs = loops["epoch_loop.batch_progress"]["total"], loops["epoch_progress"]["total"]
+    # Of several that were written in a row the last one knows most of the others; times of files are too coarse.
+    callbacks = [one for one in state.get("callbacks", {}).values() if isinstance(one, Mapping)]
+    paths = [one.get(key) for one in callbacks for key in ("best_model_path", "last_model_path")]
+    return state["global_step"], batches["ready"], batches["completed"], epochs["processed"], sum(map(bool, paths))
+
+
+def _version_of(state: Mapping[str, Any], index: int, default: Version | None = None) -> Version | None:
+    """Return the version of a logger that the checkpoint records."""
+    recorded = state.get("callbacks", {}).get(_RESUME_KEY, {}).get("versions", [])
+    if index < len(recorded):
+        version: Version | None = recorded[index]
+        return version
+    return default if index == 0 else None
+
+
+def _pinned(logger: _Logger, version: Version | None) -> dict[str, Any]:
+    init_args = dict(logger.init_args)
+    if logger.root is not None and logger.version is None and version is not None:
+        init_args["version"] = version
+    return {"class_path": logger.class_path, "init_args": init_args}
+
+
+@rank_zero_only
+def tell(text: str) -> None:
+    """Print a line, in the first process."""
+    print(text)
