@@ -15,6 +15,7 @@ from lit_cond.functional.corrections import identity_correction, spectral_correc
 from lit_cond.surgery.find import find_attention
 from lit_cond.surgery.parallel import side_by_side
 from lit_cond.surgery.rules import Rule, TokenRule, WeightRule
+from lit_cond.surgery.saving import guard_saving, release_saving
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, Role, WeightView
 from lit_cond.surgery.token_sites import find_token_sites
 from lit_cond.surgery.tokens import TokenForward, attach_tokens, detach_tokens, prepare_tokens, token_forwards
@@ -73,6 +74,7 @@ def condition_(model: nn.Module, rule: Rule) -> None:
         _condition_tokens(model, rule)
     else:
         _condition_weights(model, rule)
+    guard_saving(model)
 
 
 def targeted_sites(model: nn.Module, rule: Rule) -> list[AttentionSite]:
@@ -271,6 +273,7 @@ def unbake_(model: nn.Module, rule: WeightRule | None = None) -> None:
         for weight in group:
             weight.raw = None
             attach(weight, [weight.owner, *parents[weight.owner]])
+    guard_saving(model)
 
 
 @torch.no_grad()
@@ -296,6 +299,7 @@ def uncondition_(model: nn.Module, rule: Rule | None = None) -> None:
     for _, forward in list(token_forwards(model)):
         if _same(forward.rule, rule):
             detach_tokens(forward)
+    release_saving(model)
 
 
 @torch.no_grad()
@@ -310,6 +314,7 @@ def fold_(model: nn.Module) -> None:
         for weight in group:
             detach(weight)
             forget(weight)
+    release_saving(model)
 
 
 @torch.no_grad()
