@@ -25,6 +25,7 @@ from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 from lit_cond.surgery.apply import compute_correction, condition_
 from lit_cond.surgery.packing import pack_correction, pack_raw, unpack_correction, unpack_raw
 from lit_cond.surgery.rules import TokenRule, WeightRule
+from lit_cond.surgery.sharding import is_shard
 from lit_cond.surgery.sites import MatrixLayout, RowSet, clean_name, own_parameter
 from lit_cond.surgery.tokens import STATE_KEY, token_forwards
 from lit_cond.surgery.weights import (
@@ -32,6 +33,7 @@ from lit_cond.surgery.weights import (
     Term,
     conditioned_weight,
     conditioned_weights,
+    correct_shards_,
     gathered,
     raw_weight,
 )
@@ -96,12 +98,15 @@ def to_effective(
         CheckpointMismatchError: If it can not be told whether a weight in `state` is raw or effective.
     """
     converted = copy.copy(state)
+    # Strategies that gather the weights on another process leave no entries here, or those of hooks.
+    elsewhere = all(key.endswith(STATE_KEY) for key in state)
     weights: dict[str, Any] = {}
     for full_name, weight in conditioned_weights(model):
-        if not state:
-            continue  # the strategy gathers the weights on another process
+        held = _held(weight, state)
+        if elsewhere:
+            continue
         name = _key(full_name, state)
-        raw, converted[name] = _both(weight, state[name], name, averaged=averaged)
+        raw, converted[name] = _both(weight, state[name], name, held, averaged=averaged)
         entry: dict[str, Any] = {"terms": []}
         for term in weight.terms:
             saved: dict[str, Any] = {"rule": term.rule.settings(), "strength": float(term.strength)}
@@ -111,7 +116,7 @@ def to_effective(
                     [*astuple(layout.rows), int(layout.transposed), num_blocks] for layout, num_blocks in term.blocks
                 ]
             entry["terms"].append(saved)
-        if resumable and not isinstance(raw, DTensor):
+        if resumable and not is_shard(raw):
             # A sharded file has no place for what other processes hold: there the raw weight comes by subtraction.
             entry["raw"] = pack_raw(raw, converted[name], _scaled(weight.terms))
         weights[name] = entry
@@ -119,7 +124,8 @@ def to_effective(
     for name, forward in token_forwards(model):
         tokens[name] = {"rule": forward.rule.settings(), "strength": float(forward.strength)}
         # A copy of the model that averages its weights holds the strength of the time when it was made.
-        converted[f"{name}.{STATE_KEY}"] = forward.strength.detach().clone()
+        if not elsewhere:
+            converted[_token_key(name, state)] = forward.strength.detach().clone()
     return converted, {"version": _VERSION, "weights": weights, "tokens": tokens}
 
 
@@ -134,24 +140,53 @@ def _key(name: str, state: Mapping[str, Any]) -> str:
     )
 
 
+def _token_key(name: str, state: Mapping[str, Any]) -> str:
+    """Return the name of a token correction's entry in a state dict, as `_key` does for weights."""
+    full, clean = f"{name}.{STATE_KEY}", f"{clean_name(name)}.{STATE_KEY}"
+    return clean if full not in state and clean in state else full
+
+
 def raw_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict of a model with raw weights, whether the model is live or baked."""
     converted = dict(state)
     for full_name, weight in conditioned_weights(model):
-        if weight.baked and state:
+        if weight.baked and not all(key.endswith(STATE_KEY) for key in state):
             name = _key(full_name, state)
             converted[name] = weight.raw_of(state[name].detach())
     return converted
 
 
-def _both(weight: ConditionedWeight, value: Tensor, name: str, *, averaged: bool) -> tuple[Tensor, Tensor]:
+def _held(weight: ConditionedWeight, state: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Return the effective and the raw weight that a baked weight holds: whole ones unless the state has parts of them.
+
+    Where they are sharded, every process must call this.
+    """
+    if weight.raw is None:
+        return None
+    held = weight.parameter.detach(), weight.raw
+    return held if any(is_shard(value) for value in state.values()) else (gathered(held[0]), gathered(held[1]))
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    """Say whether two weights, or the parts of them that this process has, are equal."""
+    value, other = (t.to_local() if isinstance(t, DTensor) else t for t in (value, other))
+    return torch.equal(value, other.to(value.device))
+
+
+def _both(
+    weight: ConditionedWeight, value: Tensor, name: str, held: tuple[Tensor, Tensor] | None, *, averaged: bool
+) -> tuple[Tensor, Tensor]:
     """Return the raw and the effective weight of a value in a state dict, which may be either."""
+    if hasattr(value, "local_shards"):
+        if not weight.baked:
+            correct_shards_(value, weight.terms)
+        return value, value
     value = value.detach()
-    if not weight.baked:
+    if held is None:
         return value, weight.effective(value)
-    if torch.equal(value, weight.parameter.detach().to(value.device)):
-        return weight.raw_of(value), value
-    if averaged or (weight.raw is not None and torch.equal(value, weight.raw.to(value.device))):
+    if _same(value, held[0]):
+        return raw_weight(value, weight.terms, held[1]), value
+    if averaged or _same(value, held[1]):
         return value, weight.effective(value)
     raise CheckpointMismatchError(
         f"'{name}' in the state to be saved is neither the model's raw nor its effective weight; save during `fit`, "

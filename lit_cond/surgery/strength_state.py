@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 __all__ = ["STATE_KEY", "keep_in_state"]
@@ -46,7 +47,8 @@ class _LoadStrength:
     ) -> None:
         value = state.pop(prefix + STATE_KEY, None)
         if value is not None:
-            self.target.strength.fill_(float(value))
+            with torch.no_grad():
+                self.target.strength.copy_(value)  # also of a tensor that Lightning has not read from the file yet
         elif strict:
             missing.append(prefix + STATE_KEY)
 

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from lit_cond.errors import LostTargetError
 from lit_cond.surgery.rules import WeightRule
 from lit_cond.surgery.scope import InstanceForward, install, remove, wrappers
+from lit_cond.surgery.sharding import ShardedValue, is_unit, local_parts
 from lit_cond.surgery.sites import MatrixLayout, own_parameter
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "attach",
     "conditioned_weight",
     "conditioned_weights",
+    "correct_shards_",
     "detach",
     "forget",
     "gathered",
@@ -111,6 +113,18 @@ def laid_out_like(full: Tensor, like: Tensor) -> Tensor:
     return full.to(like.device)
 
 
+def correct_shards_(value: ShardedValue, terms: Sequence[Term]) -> None:
+    """Add the corrections to the pieces that this process holds of a sharded raw weight, in place.
+
+    Args:
+        value: An entry of a state dict, which FSDP's first version copies from the parameters.
+        terms: The corrections.
+    """
+    for part, place in local_parts(value):
+        pieces = [Term(term.rule, term.blocks, term.correction[place], term.strength) for term in terms]
+        part.copy_(effective_weight(part, pieces))
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor: the condition number of a shard means nothing."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -173,11 +187,19 @@ class ConditionedWeight:
         value = self.parameter.detach()
         return value if self.baked else self.effective(value)
 
-    def enter(self) -> bool:
-        """Shadow the parameter by the effective weight; False if an outer scope has done it already."""
+    def enter(self, reader: nn.Module) -> bool:
+        """Shadow the parameter by the effective weight; False if there is nothing to do in this reader's forward.
+
+        Args:
+            reader: Whose forward begins: the owner, or a parent that may read the weight instead of calling the owner.
+        """
         if self._shadowing or self.raw is not None:
             return False
+        if reader is not self.owner and is_unit(self.owner):
+            return False  # still sharded, as a parent could not read it: the owner's own forward has the whole
         raw = getattr(self.owner, self.tensor_name)
+        if reader is not self.owner and raw.ndim == 1 < self.terms[0].correction.ndim:
+            return False  # the same under FSDP's first version, where a shard is a piece of a flat vector
         self._shadowing = True
         # FSDP's first version keeps a view of its flat parameter in this very place.
         self._beneath = self.owner.__dict__.get(self.tensor_name)
@@ -215,7 +237,7 @@ class ScopedForward(InstanceForward):
         entered = []
         try:
             for weight in self.weights:
-                if weight.enter():
+                if weight.enter(self.module):
                     entered.append(weight)
             return self.call_inner(*args, **kwargs)
         finally:
