@@ -59,7 +59,7 @@ def read_record(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
             f"what the checkpoint holds under '{RECORD_KEY}' is no record of corrections (damaged, or of another "
             "program); take another checkpoint"
         )
-    if record.get("version") != _VERSION:
+    if not isinstance(record.get("version"), int) or record["version"] != _VERSION:
         raise CheckpointMismatchError(
             f"the checkpoint's record of corrections has version {record.get('version')!r}, this lit_cond reads "
             f"{_VERSION}; load it with the lit_cond that wrote it"

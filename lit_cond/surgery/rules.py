@@ -46,6 +46,11 @@ def _prefix(value: object) -> None:
         raise ConfigurationError(f"`prefix_tokens` must be 'auto' or a whole number >= 0, got {value!r}")
 
 
+def _axis(value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigurationError(f"`channel_axis` must be a whole number or None, got {value!r}")
+
+
 def _frozen(pattern: Pattern) -> str | tuple[str, ...] | None:
     return pattern if pattern is None or isinstance(pattern, str) else tuple(pattern)
 
@@ -150,6 +155,7 @@ class TokenRule:
         _number("strength", self.strength, zero=True)
         _one_of("detach", self.detach, (True, False))
         _one_of("backend", self.backend, get_args(Backend))
+        _axis(self.channel_axis)
         _prefix(self.prefix_tokens)
         object.__setattr__(self, "include", _frozen(self.include))
 

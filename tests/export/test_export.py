@@ -229,7 +229,6 @@ def test_tied_weights(tmp_path):
         assert torch.equal(loaded(ids).logits, expected)
 
 
-@pytest.mark.slow
 def test_padding_in_a_batch_of_the_users(tmp_path):
     config = transformers.BertConfig(
         num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=32, vocab_size=40
@@ -239,13 +238,12 @@ def test_padding_in_a_batch_of_the_users(tmp_path):
     mask = torch.ones(3, 9, dtype=torch.int64)
     mask[1, 5:] = mask[2, 2:] = 0
     batch = {"input_ids": torch.arange(27).view(3, 9), "attention_mask": mask}
-    export_model(classifier, tmp_path / "out", formats=["pt2", "onnx"], example=batch)
+    export_model(classifier, tmp_path / "out", formats=["pt2"], example=batch)
     other = {"input_ids": batch["input_ids"].flip(1)[:2], "attention_mask": mask[1:].flip(0)}
     with torch.no_grad():
         expected = classifier(**other).logits
         found = torch.export.load(tmp_path / "out" / "model.pt2").module()(**other).logits
     assert largest_difference(found, expected) < 1e-6
-    assert largest_difference(run_onnx(tmp_path / "out" / "model.onnx", *other.values()), expected) < 1e-5
 
 
 def test_a13_merged_and_unmerged_models_are_captured_alike():
