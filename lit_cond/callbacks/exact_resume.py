@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
@@ -101,7 +102,7 @@ class ExactResume(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put back what must be in place before the loops begin."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if not trainer.training and str(trainer.state.fn) != "fit":
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         if state is None:
             rank_zero_info(

@@ -1,6 +1,7 @@
 """A run resumed from any of its checkpoints is the run that would have been."""
 
 import random
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -21,7 +22,9 @@ from lit_cond.callbacks import (
     SpectralConditioning,
     StrengthSchedule,
 )
+from lit_cond.callbacks.exact_resume import random_state, set_random_state
 from lit_cond.data import DigitsDataModule
+from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 from tests.tiny import WIDTH, Block
 
 
@@ -239,3 +242,147 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_resumed_from_every_checkpoint(case, tmp_path):
     check(tmp_path, **CASES[case])
+
+
+def test_the_run_is_the_same_with_and_without_the_callback(tmp_path):
+    case = CASES["accumulation, validation within"]
+    runs = [run(tmp_path, saver=SaveEverywhere(tmp_path), exact=exact, **case) for exact in (True, False)]
+    (with_it, without) = [(module.losses, dict(rows), module.state_dict(), trainer.optimizers[0].state_dict())
+                          for trainer, module, rows in runs]  # fmt: skip
+    assert not differences(with_it, without)
+
+
+@pytest.mark.parametrize("hook", ["batch-1-8", "validation-1-10", "epoch-1-10"])
+def test_without_the_callback_a_resumed_run_is_another_one(hook, tmp_path):
+    with pytest.raises(AssertionError, match=f"{hook}.ckpt"):
+        check(tmp_path, lambda path: hook in path.name, exact=False)
+
+
+def test_a_checkpoint_of_weights_carries_nothing(tmp_path):
+    trainer, _, _ = run(tmp_path, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert "callbacks" not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+def test_a_checkpoint_that_was_written_without_the_callback(tmp_path, caplog):
+    saver = SaveEverywhere(tmp_path)
+    run(tmp_path, saver=saver, exact=False, max_epochs=1)
+    with caplog.at_level("INFO"):
+        trainer, _, _ = run(tmp_path, ckpt_path=list(saver.saved)[-1])
+    assert trainer.global_step == 15
+    assert "the checkpoint was written without this callback: random numbers start anew" in caplog.text
+
+
+def test_with_workers_that_load_the_data(tmp_path):
+    check(tmp_path, lambda path: path.name[:2] in ("02", "05", "13"), workers=2)
+
+
+def test_loggers_write_before_a_checkpoint_is_written(tmp_path):
+    class Buffered(Rows):
+        buffer = ()
+
+        def log_metrics(self, metrics, step=None):
+            self.buffer = (*self.buffer, metrics)
+
+        def save(self):
+            self.buffer = ()
+
+    trainer = pl.Trainer(
+        default_root_dir=tmp_path, callbacks=[ExactResume()], logger=Buffered(), max_steps=2, accelerator="cpu",
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Digits(), DigitsDataModule())
+    trainer.logger.log_metrics({"direct": 1.0})
+    assert trainer.logger.buffer
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    assert not trainer.logger.buffer
+
+
+@pytest.mark.parametrize("values", [[1.5], [2.5, 0.5]])
+def test_random_states_come_back(values):
+    random.seed(3)
+    random.gauss(0, 1)  # leaves a second value for the next call
+    numpy.random.seed(3)  # noqa: NPY002
+    numpy.random.randn(len(values))  # noqa: NPY002
+    state = random_state(torch.device("cpu"))
+
+    def draws():
+        return random.gauss(0, 1), random.random(), float(numpy.random.randn()), float(torch.rand(()))  # noqa: NPY002
+
+    first = draws()
+    assert draws() != first
+    set_random_state(state, torch.device("cpu"))
+    assert draws() == first
+
+
+class Note(pl.Callback):
+    """Writes the losses of each process."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def on_train_end(self, trainer, pl_module):
+        torch.save((pl_module.losses, pl_module.state_dict()), self.folder / f"rank{trainer.global_rank}.pt")
+
+
+class SaveAt(Checkpoint):
+    def __init__(self, path, batch):
+        self.path, self.batch = path, batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.fit_loop.total_batch_idx == self.batch:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_processes(tmp_path):
+    def fit(name, ckpt_path=None):
+        folder = tmp_path / name
+        folder.mkdir()
+        callbacks = [ExactResume(), Note(folder), SaveAt(tmp_path / "a.ckpt", 7)]
+        pl.seed_everything(0, verbose=False)
+        trainer = pl.Trainer(
+            default_root_dir=folder, callbacks=callbacks, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=2, strategy="ddp_fork",
+            max_epochs=2, limit_train_batches=5, limit_val_batches=1, accumulate_grad_batches=2,
+        )  # fmt: skip
+        trainer.fit(Digits(norm=nn.LayerNorm), DigitsDataModule(batch_size=24, augment=True), ckpt_path=ckpt_path)
+        return [torch.load(folder / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+    whole, resumed = fit("whole"), fit("resumed", tmp_path / "a.ckpt")
+    for (losses, weights), (again, others) in zip(whole, resumed, strict=True):
+        assert losses[8:] == again
+        assert not differences(weights, others)
+    assert whole[0][0] != whole[1][0]
+    states = torch.load(tmp_path / "a.ckpt", weights_only=True)["callbacks"]["ExactResume"]["processes"]
+    assert len(states) == 2
+    assert "gradients" in states[1]  # in the middle of an accumulation
+
+
+@pytest.mark.parametrize(
+    ("added", "outcome"),
+    [
+        (SpectralConditioning, "warning"),
+        (ConditionedTokens, "error"),
+        (lambda: ConditionNumberMonitor(every_n_steps=2, quantities=["key"]), "same"),
+        (lambda: EMAWeightAveraging(decay=0.9), "same"),
+    ],
+    ids=["weights", "tokens", "monitor", "EMA"],
+)
+def test_b5_a_callback_added_only_on_the_resume(added, outcome, tmp_path, monkeypatch):
+    saver = SaveEverywhere(tmp_path)
+    _, whole, _ = run(tmp_path, saver=saver, max_epochs=2)
+    path = list(saver.saved)[2]
+    monkeypatch.setitem(globals(), "callbacks_of", lambda kind: [added()])
+    if outcome == "error":
+        with pytest.raises(CheckpointMismatchError, match=r"corrects the tokens at 'blocks\.0' and the ch.* without"):
+            run(tmp_path, ckpt_path=path, max_epochs=2)
+        return
+    expected = (
+        pytest.warns(LitCondWarning, match="made without a correction") if outcome == "warning" else nullcontext()
+    )
+    with expected:
+        _, resumed, _ = run(tmp_path, ckpt_path=path, max_epochs=2)
+    assert (whole.losses[3:] == resumed.losses) == (outcome == "same")
+    assert len(resumed.losses) == 7
