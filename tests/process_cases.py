@@ -3,6 +3,7 @@
 In those that compare losses, two processes share the batches of the one-process run: each takes every other sample.
 """
 
+import json
 import math
 import sys
 from datetime import timedelta
@@ -18,6 +19,7 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
+import lit_cond
 from lit_cond.callbacks import ConditionedTokens, ConditionNumberMonitor, SpectralConditioning, StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondError
 from lit_cond.surgery import strengths
@@ -92,8 +94,12 @@ class CpuFSDP(FSDPStrategy):
     """Lightning's FSDP strategy without its demand for a GPU."""
 
     def _setup_model(self, model):
-        wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        return model if wrapped else FullyShardedDataParallel(model, device_id=torch.device("cpu"), **self.kwargs)
+        if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+            return model
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(
+            model, device_id=cpu, mixed_precision=self.mixed_precision_config, **self.kwargs
+        )
 
 
 class Keep(pl.Callback):
@@ -385,6 +391,74 @@ def unequal_streams(folder: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout|closed|reset"):
         trainer.fit(Streaming())
     assert trainer.current_epoch == 0
+
+
+PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
+
+
+class Simple(Shared):
+    """With an optimizer that is at home in every precision: AdamW's epsilon is zero in float16."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-2, foreach=False)
+
+
+def table(folder: Path) -> None:
+    """Which strategies train in which precisions; the answers as JSON, for test_strategies.py to compare."""
+    strategies = {
+        "auto": lambda: "auto",
+        "ddp": lambda: "ddp",
+        "fsdp": lambda: CpuFSDP(auto_wrap_policy={Block}),
+        "fully_shard": fully_sharded,
+    }
+    answers: dict[str, str] = {}
+    for name, strategy in strategies.items():
+        for precision in PRECISIONS:
+            places = PLACES if precision in ("32-true", "bf16-true") else PLACES[:1]
+            found = {cell(folder, strategy(), precision, where, 1 if name == "auto" else 2) for where in places}
+            answers[f"{name} {precision}"] = " / ".join(sorted(found))
+    (folder / "table.json").write_text(json.dumps(answers))
+
+
+def cell(folder: Path, strategy, precision: str, where: str, devices: int) -> str:
+    module = Simple(where)
+    seen = []
+
+    class Look(pl.Callback):
+        def on_train_end(self, trainer, pl_module):
+            with trainer.precision_plugin.forward_context():
+                x = trainer.precision_plugin.convert_input(next(iter(make_loader()))[0])
+                seen.append(trainer.model.eval()(x).detach())
+            trainer.save_checkpoint(folder / "cell.ckpt")
+            trainer.strategy.barrier()
+
+    try:
+        trainer = make_trainer(
+            folder,
+            [SpectralConditioning(), Look()],
+            devices=devices,
+            strategy=strategy,
+            precision=precision,
+            use_distributed_sampler=False,
+        )
+        trainer.fit(module)
+    except (ValueError, TypeError, RuntimeError, LitCondError) as error:
+        return f"{type(error).__name__}: {error}"
+    if not all(math.isfinite(loss) for loss in module.losses):
+        return "not finite"
+    state = torch.load(folder / "cell.ckpt", weights_only=True)["state_dict"]
+    dtype = state["net.blocks.0.attn.qkv.weight"].dtype
+    plain = TinyModule().to(dtype)
+    plain.load_state_dict(state, strict=True)
+    worst = max(report.effective for report in lit_cond.surgery.measure_weights(plain))
+    with trainer.precision_plugin.forward_context():
+        x = trainer.precision_plugin.convert_input(next(iter(make_loader()))[0])
+        difference = float((plain.eval()(x.to(dtype)).detach() - seen[0]).abs().max())
+    limit = {"3": 1e-6, "6": 1e-12, "b": 0.04, "1": 0.01}[precision[0]]
+    trainer.strategy.barrier()
+    if worst > 2.05 or difference > limit:
+        return f"wrong: condition number {worst:.3f}, outputs differ by {difference:.1e}"
+    return "works"
 
 
 if __name__ == "__main__":

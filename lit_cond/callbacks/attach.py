@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 from typing_extensions import override
@@ -34,6 +35,7 @@ from lit_cond.surgery.apply import (
 )
 from lit_cond.surgery.checkpoint import RECORD_KEY, raw_state, read_record, restore_tokens_, to_effective, to_raw_
 from lit_cond.surgery.rules import Rule, WeightRule
+from lit_cond.surgery.saving import guard_saving
 from lit_cond.surgery.sharding import is_flat_sharded, whole_parameters
 from lit_cond.surgery.sites import clean_name
 from lit_cond.surgery.tokens import token_forwards
@@ -122,6 +124,9 @@ class _SaveCheckpoint(_Wrapped):
             )
         if record["weights"] or record["tokens"]:
             checkpoint[RECORD_KEY] = record
+        load = self.module.__dict__.get("on_load_checkpoint")
+        if isinstance(load, _LoadCheckpoint):
+            load.saved = True
 
 
 class _LoadCheckpoint(_Wrapped):
@@ -133,6 +138,7 @@ class _LoadCheckpoint(_Wrapped):
         super().__init__(module)
         self.fitting = False
         self.loaded = False
+        self.saved = False
 
     def __call__(self, checkpoint: dict[str, Any]) -> None:
         # First the module's own hook, which may rename what the checkpoint holds.
@@ -143,7 +149,8 @@ class _LoadCheckpoint(_Wrapped):
         loaded = "state_dict" not in checkpoint
         with whole_parameters(_outermost(self.module) if loaded else None, writeback=True):
             to_raw_(self.module, checkpoint)
-        self.loaded = True
+        # The finders of learning rates and batch sizes save this very model, try, and load it again.
+        self.loaded = self.loaded or not self.saved
 
 
 def _outermost(module: LightningModule) -> nn.Module | None:
@@ -193,7 +200,7 @@ class ConditioningCallback(Callback):
         load = pl_module.__dict__.get("on_load_checkpoint")
         if not isinstance(load, _LoadCheckpoint):
             load = _LoadCheckpoint(pl_module)
-        load.fitting, load.loaded = stage == "fit", False
+        load.fitting, load.loaded, load.saved = stage == "fit", False, False
         self._fresh = False
         if stage == "fit":
             _ConfigureModel(pl_module, self)
@@ -215,6 +222,8 @@ class ConditioningCallback(Callback):
             )
         if self._fresh:
             condition_(pl_module, self.rule)
+        # Adapters may have been put around a model that was conditioned before.
+        guard_saving(pl_module)
         self._names = self.present(pl_module)
 
     def present(self, pl_module: LightningModule) -> list[str]:
@@ -225,7 +234,7 @@ class ConditioningCallback(Callback):
         return [clean_name(name) for name in weights + tokens]
 
     def was_loaded(self, pl_module: LightningModule) -> bool:
-        """Say whether this stage has loaded a checkpoint."""
+        """Say whether this stage has loaded a checkpoint that it has not saved itself."""
         load = pl_module.__dict__.get("on_load_checkpoint")
         return isinstance(load, _LoadCheckpoint) and load.loaded
 
@@ -235,7 +244,9 @@ class ConditioningCallback(Callback):
 
         Raises:
             LostTargetError: If a conditioned module was replaced on the way (by a precision plugin, say).
+            ConfigurationError: If a callback prunes a conditioned weight.
         """
+        self._refuse_pruning(trainer, pl_module)
         lost = sorted(set(self._names) - set(self.present(pl_module))) or [
             name
             for name, weight in conditioned_weights(pl_module)
@@ -255,6 +266,21 @@ class ConditioningCallback(Callback):
             text = self.describe(pl_module)
         rank_zero_info(text)
         log_text(trainer, f"lit_cond/{type(self).__name__}", text)
+
+    def _refuse_pruning(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse to correct weights whose zeros the correction would fill."""
+        pruned = {
+            (module, name)
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if isinstance(callback, ModelPruning)
+            for module, name in callback._parameters_to_prune  # Lightning 2.6 has no public way to ask
+        }
+        for name, weight in conditioned_weights(pl_module):
+            if (weight.owner, weight.tensor_name) in pruned:
+                raise ConfigurationError(
+                    f"ModelPruning prunes '{name}', and the correction would fill its zeros again; give it "
+                    "`parameters_to_prune` without that weight, or leave the layer out of the correction with `exclude`"
+                )
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -33,6 +33,12 @@ class _SavePretrained:
                 "compute something else without an error; save with torch.save(model.state_dict()), or take the "
                 "correction back with lit_cond.uncondition_"
             )
+        corrected = next(conditioned_weights(self.module), None)
+        if corrected is not None and any(kind.__name__ == "PeftModel" for kind in type(self.module).__mro__):
+            raise CheckpointMismatchError(
+                "save_pretrained of a PeftModel stores its adapters only, and they were trained with the correction of "
+                f"'{corrected[0]}' in the base model; save what model.merge_and_unload() returns"
+            )
         method = getattr(type(self.module), _METHOD)
         live = [(name, weight) for name, weight in conditioned_weights(self.module) if not weight.baked]
         if live and kwargs.get("state_dict") is None and "state_dict" in inspect.signature(method).parameters:
