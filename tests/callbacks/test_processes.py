@@ -22,12 +22,11 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("cases", CASES)
-def test_two_processes(tmp_path, cases):
+def run_processes(cases: str, folder: Path) -> None:
+    """Run cases of `tests.process_cases`; what hangs is ended with all that it has started."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     program = subprocess.Popen(
-        [sys.executable, "-m", "tests.process_cases", cases, str(tmp_path)],
+        [sys.executable, "-m", "tests.process_cases", cases, str(folder)],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -38,8 +37,13 @@ def test_two_processes(tmp_path, cases):
     try:
         output, errors = program.communicate(timeout=TIMEOUT)
     finally:
-        # A process that hangs takes the ones that it has started with it.
         if program.poll() is None:
             os.killpg(program.pid, signal.SIGKILL)
     assert program.returncode == 0, output[-2000:] + errors[-4000:]
     assert "case passed" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", CASES)
+def test_two_processes(tmp_path, cases):
+    run_processes(cases, tmp_path)
