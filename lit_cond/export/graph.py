@@ -50,7 +50,7 @@ def to_program(model: nn.Module, sample: Sample, *, dynamic_batch: bool = True) 
     try:
         with _capturing():
             sample.run(model)  # a first pass looks at masks, which a graph can not
-            return torch.export.export(model, sample.args, kwargs, dynamic_shapes=shapes if dynamic_batch else None)
+            program = torch.export.export(model, sample.args, kwargs, dynamic_shapes=shapes if dynamic_batch else None)
     except Exception as error:  # whatever a foreign forward raises under capture
         line = next(iter(str(error).strip().splitlines()), "")
         advice = "leave onnx and pt2 out with --formats"
@@ -59,6 +59,10 @@ def to_program(model: nn.Module, sample: Sample, *, dynamic_batch: bool = True) 
         raise ConfigurationError(
             f"torch.export can not capture {type(model).__name__}: {type(error).__name__}: {line}; {advice}"
         ) from error
+    for part in program.graph_module.modules():
+        for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
+            node.meta.pop("stack_trace", None)  # the paths of this machine
+    return program
 
 
 @contextmanager
@@ -113,7 +117,7 @@ def read_pt2(path: Path) -> Runner:
 
 
 def write_onnx(program: ExportedProgram, path: Path) -> None:
-    """Write a graph as ONNX, without the paths of this machine that torch notes at every node.
+    """Write a graph as ONNX, without what torch notes of its origin at every node.
 
     Raises:
         ConfigurationError: If an operation has no counterpart in ONNX.

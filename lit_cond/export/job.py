@@ -81,6 +81,7 @@ class Job:
             )
         self.batches = self._batches()
         self.expected = [self._run(self._target(self.live), batch) for batch in self.batches]
+        self._require_comparable()
 
     def _target(self, model: nn.Module) -> nn.Module:
         return model if self.whole else model.get_submodule(self.name)
@@ -92,6 +93,17 @@ class Job:
         size = batch_size(self.example)
         others = (1, size + 3) if self.dynamic else (size,)
         return [self.example, *(resized(self.example, other) for other in others)]
+
+    def _require_comparable(self) -> None:
+        name = type(self.live).__name__
+        for batch, expected in zip(self.batches[:1], self.expected, strict=False):
+            if not expected:
+                raise ConfigurationError(f"{name} returns no tensor, so that nothing could be compared")
+            if largest_difference(expected, self._run(self._target(self.live), batch)):
+                raise ConfigurationError(
+                    f"{name} computes something else at every call, so that nothing can be compared; turn off what is "
+                    "random in its evaluation mode"
+                )
 
     @staticmethod
     def _run(model: nn.Module, batch: Sample) -> list[Tensor]:

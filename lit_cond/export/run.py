@@ -17,7 +17,7 @@ from torch import nn
 
 from lit_cond import __version__
 from lit_cond.checkpoint_file import read_checkpoint
-from lit_cond.errors import ConfigurationError
+from lit_cond.errors import ConfigurationError, LitCondError
 from lit_cond.export.example import describe
 from lit_cond.export.formats import FORMATS, ExportedFile, Format
 from lit_cond.export.job import Job
@@ -165,9 +165,10 @@ def _require_free(out: Path) -> None:
 def _new_folder(out: Path) -> Iterator[Path]:
     """Give a folder beside `out` that becomes `out` at the end; after an error nothing is left."""
     made = [parent for parent in out.parents if not parent.exists()]
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    folder = None
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
         yield folder
         mask = os.umask(0)
         os.umask(mask)
@@ -175,11 +176,14 @@ def _new_folder(out: Path) -> Iterator[Path]:
         for path in [folder, *folder.rglob("*")]:
             path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
         folder.rename(out)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+    except BaseException as error:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         for parent in made:
-            if not any(parent.iterdir()):
+            if parent.is_dir() and not any(parent.iterdir()):
                 parent.rmdir()
+        if isinstance(error, OSError) and not isinstance(error, LitCondError):
+            raise ConfigurationError(f"'{out}' can not be written: {error.strerror or error}") from error
         raise
 
 

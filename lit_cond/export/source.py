@@ -62,7 +62,7 @@ def _built(name: str, build: Any) -> Any:
 
 def _of_class(source: Any, path: Path, name: str) -> nn.Module:
     if isinstance(source, type) and hasattr(source, "load_from_checkpoint"):
-        loaded: nn.Module = _built(name, lambda: load_checkpoint(source, path))
+        loaded: nn.Module = _built(name, lambda: load_checkpoint(source, path, map_location="cpu"))
         return loaded
     if not callable(source):
         raise ConfigurationError(f"{name!r} is no class and no function: name one that makes the model")

@@ -41,7 +41,7 @@ def test_general_help_imports_nothing_heavy(tmp_path):
 
 
 def test_commands_of_the_help_are_those_of_the_parser():
-    assert set(COMMANDS) == {*LitCondCLI.subcommands(), "inspect", "report"}
+    assert set(COMMANDS) == {*LitCondCLI.subcommands(), "inspect", "export", "report"}
 
 
 def test_summary_of_a_conditioned_run(run, tmp_path):
