@@ -265,7 +265,16 @@ def _load(metric: Metric, saved: dict[str, Any]) -> None:
 
 
 def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
-    return {n: _kept(p.grad) for n, p in pl_module.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in pl_module.named_parameters() if p.grad is not None}
+    if any(type(gradient) is not Tensor for gradient in gradients.values()):
+        rank_zero_warn(
+            "the checkpoint is written in the middle of an accumulation of gradients, and those of sharded parameters "
+            "are not stored: a run resumed from it makes one step with fewer batches; write checkpoints by "
+            "every_n_train_steps",
+            category=LitCondWarning,
+        )
+        return {}
+    return {name: _kept(gradient) for name, gradient in gradients.items()}
 
 
 def _load_gradients(pl_module: LightningModule, saved: dict[str, Tensor]) -> None:
