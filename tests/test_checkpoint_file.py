@@ -1,7 +1,9 @@
 """One line for each way in which a file can be no checkpoint; the file stays as it is and nothing in it runs."""
 
+import contextlib
 import os
 import pickle
+import random
 import zipfile
 
 import numpy as np
@@ -173,3 +175,40 @@ def test_values_that_are_no_checkpoint(tmp_path):
         message = refusal(tmp_path / "a.ckpt")
         assert expected in message
         assert "not a checkpoint of Lightning" in message
+
+
+def equal(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
+    return a == b
+
+
+def damage(content, generator):
+    """Return a file that one of the usual accidents has happened to."""
+    place = generator.randrange(len(content))
+    if generator.random() < 0.5:  # in the lists of what the file holds, at its end
+        place = len(content) - generator.randrange(1, 1500)
+    kind = generator.choice(["bit", "end", "zeros", "more", "less"])
+    if kind == "bit":
+        return content[:place] + bytes([content[place] ^ 1 << generator.randrange(8)]) + content[place + 1 :]
+    after = {"end": b"", "zeros": bytes(512), "more": b"x", "less": b""}[kind]
+    skipped = {"end": len(content), "zeros": 512, "more": 0, "less": 7}[kind]
+    return content[:place] + after + content[place + skipped :]
+
+
+def test_accidents_are_found(good):
+    """What is read is what was written, or nothing; looking at the surroundings alone fails in one way only."""
+    content, generator, refused = good.read_bytes(), random.Random(0), 0
+    for number in range(200):
+        good.write_bytes(damage(content, generator))
+        try:
+            found = read_checkpoint(good)
+        except CheckpointFileError:
+            refused += 1
+        else:
+            assert equal(found, GOOD), number
+        with contextlib.suppress(CheckpointFileError):
+            read_checkpoint(good, mmap=True)
+    assert refused > 150
