@@ -28,7 +28,7 @@ import lit_cond.tasks  # noqa: F401
 from lit_cond.atomic_io import AtomicCheckpointIO
 from lit_cond.callbacks import ExactResume
 from lit_cond.checkpoint import state_mismatch
-from lit_cond.cli_last import find_last, keep_rows, tell
+from lit_cond.cli_last import find_for_evaluation, find_last, keep_rows, tell
 from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants_traceback
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
@@ -98,6 +98,11 @@ class LitCondCLI(LightningCLI):
         if self.ckpt_path == "last" and command == "fit":
             self._find_last(parser)
             options = self.config[command]
+        elif self.ckpt_path in ("best", "last"):
+            # Lightning knows those of a fit in the same process alone.
+            found = find_for_evaluation(options["trainer"], self.ckpt_path)
+            tell(f"ckpt_path: the {self.ckpt_path} checkpoint of the newest run is '{os.path.relpath(found)}'")
+            self.ckpt_path = options["ckpt_path"] = str(found)
         self.keep_options = self.ckpt_path is not None
         path = checked_path(self.ckpt_path)
         if path is None:

@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,10 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_cond.checkpoint_file import read_checkpoint
-from lit_cond.errors import CheckpointFileError, LitCondWarning
+from lit_cond.errors import CheckpointFileError, ConfigurationError, DataError, LitCondWarning
+from lit_cond.runs import find_checkpoint
 
-__all__ = ["LastRun", "find_last", "keep_rows", "tell"]
+__all__ = ["LastRun", "find_for_evaluation", "find_last", "keep_rows", "tell"]
 
 Version = int | str
 _FOUND = "LIT_COND_LAST_CHECKPOINT"
@@ -99,6 +101,29 @@ def find_last(trainer_options: Mapping[str, Any]) -> LastRun:
     state = states[last]
     specifications = [_pinned(logger, _version_of(state, k, version)) for k, logger in enumerate(loggers)]
     return LastRun(last, searched, specifications, state["global_step"], state["epoch"])
+
+
+def find_for_evaluation(trainer_options: Mapping[str, Any], which: str) -> Path:
+    """Find the best or the last checkpoint of the newest run that a trainer with these options has made.
+
+    Args:
+        trainer_options: The section `trainer` of the configuration.
+        which: "best" or "last", as in `lit_cond.runs.find_checkpoint`.
+
+    Returns:
+        Its path.
+
+    Raises:
+        ConfigurationError: If there is none.
+    """
+    base = Path(trainer_options.get("default_root_dir") or Path.cwd())
+    folders, _ = _run_folders(list(_loggers(trainer_options.get("logger"), base)), base)
+    places = [*(folder / "checkpoints" for folder in folders), *_dirpaths(trainer_options.get("callbacks"))]
+    for place in places:
+        with suppress(DataError):
+            return find_checkpoint(place, which)
+    searched = ", ".join(f"'{os.path.relpath(place)}'" for place in places or [base])
+    raise ConfigurationError(f"ckpt_path: there is no checkpoint in {searched}: give the path of one")
 
 
 def keep_rows(trainer: Trainer) -> None:

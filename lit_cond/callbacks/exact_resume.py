@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lit_cond.callbacks import loop_state
+from lit_cond.callbacks.random_state import random_state, set_random_state
 from lit_cond.errors import LitCondWarning
 
 __all__ = ["ExactResume"]
@@ -111,7 +110,7 @@ class ExactResume(Callback):
             )
             return
         self._loaded = state
-        _load_random(self._own(trainer), pl_module.device)
+        set_random_state(self._own(trainer)["random"], pl_module.device)
         if state["position"] == "batch end":
             loops = loop_state.counters(checkpoint)
             if state["validation_follows"]:
@@ -141,7 +140,7 @@ class ExactResume(Callback):
                     _load(metrics[name], saved)
             _load_gradients(pl_module, own.get("gradients", {}))
             loop_state.take_up_swa(trainer, pl_module)
-            _load_random(own, pl_module.device)
+            set_random_state(own["random"], pl_module.device)
             progress = trainer.fit_loop.epoch_loop.batch_progress
             if state["position"] == "batch end" and not state["validation_follows"] and progress.is_last_batch:
                 loop_state.give_no_more_batches(trainer)
@@ -186,43 +185,6 @@ def _finish_step(trainer: Trainer, pl_module: LightningModule, state: dict[str, 
     elif state["position"] == "batch end" and not (state["validation_follows"] or state["accumulates"]):
         ready = trainer.fit_loop.epoch_loop.batch_progress.current.ready
         loop_state.plateau_step(trainer, pl_module, "step", ready)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the random number generators of this process, as tensors and plain values."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
-        "torch": torch.get_rng_state(),
-    }
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        kind, keys, place, has_gauss, cached = numpy.random.get_state()
-        state["numpy"] = {
-            "kind": str(kind),
-            "keys": torch.tensor(keys.tolist(), dtype=torch.int64),
-            "rest": [int(place), int(has_gauss), float(cached)],
-        }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Set the random number generators of this process to what `random_state` has returned."""
-    python = state["python"]
-    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
-    torch.set_rng_state(state["torch"].cpu())
-    if "numpy" in state and "numpy" in sys.modules:
-        numpy, saved = sys.modules["numpy"], state["numpy"]
-        keys = numpy.asarray(saved["keys"].tolist(), dtype=numpy.uint32)
-        numpy.random.set_state((saved["kind"], keys, *saved["rest"]))
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"].cpu(), device)
-
-
-def _load_random(own: dict[str, Any], device: torch.device) -> None:
-    set_random_state(own["random"], device)
 
 
 def _gathered(own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -22,7 +22,7 @@ from lit_cond.callbacks import (
     SpectralConditioning,
     StrengthSchedule,
 )
-from lit_cond.callbacks.exact_resume import random_state, set_random_state
+from lit_cond.callbacks.random_state import random_state, set_random_state
 from lit_cond.data import DigitsDataModule
 from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 from tests.tiny import WIDTH, Block

@@ -198,6 +198,23 @@ def test_an_evaluation_in_between_is_not_taken_for_the_newest_run(job, tmp_path,
     assert Path(cli.trainer.log_dir).name == "version_0"
 
 
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_an_evaluation_of_the_newest_run(which, job, tmp_path, run):
+    config = str(tmp_path / "job.yaml")
+    (callback,) = (one for one in job().trainer.callbacks if isinstance(one, ModelCheckpoint))
+    outcome = run("validate", "--config", config, f"--ckpt_path={which}", "--trainer.callbacks=null")
+    assert outcome.code == 0, outcome.err
+    path = callback.best_model_path if which == "best" else callback.last_model_path
+    assert f"ckpt_path: the {which} checkpoint of the newest run is '{os.path.relpath(path)}'" in outcome.out
+    assert run("test", "--config", config, f"--ckpt_path={which}", "--trainer.callbacks=null").code == 0
+
+
+def test_an_evaluation_without_a_run(job, config, run):
+    outcome = run("validate", "--config", config, "--ckpt_path=best")
+    assert outcome.code == 2
+    assert outcome.err.startswith("lit_cond: error: ckpt_path: there is no checkpoint in '")
+
+
 def test_a_run_killed_before_its_first_checkpoint_begins_anew_and_leaves_older_ones_alone(job, tmp_path):
     job()
     job(kill=2)
