@@ -14,7 +14,7 @@ from lit_cond.export.compare import tensors_in
 from lit_cond.inspection.data import fit_to_model, read_data
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
 
-__all__ = ["batch_size", "describe", "find_example", "resized"]
+__all__ = ["batch_size", "describe", "find_example", "jittered", "resized"]
 
 _GIVE_ONE = "give one with --data, or leave onnx and pt2 out with --formats"
 
@@ -98,6 +98,18 @@ def resized(sample: Sample, size: int) -> Sample:
             return tensor
         taken = tensor[torch.arange(size, device=tensor.device) % old]
         return taken.flip(-1) if taken.is_floating_point() and taken.ndim > 1 else taken
+
+    return Sample(_mapped(sample.args, change), _mapped(sample.kwargs, change))
+
+
+def jittered(sample: Sample) -> Sample:
+    """Return a batch whose floating-point numbers are each moved by one rounding, up and down in turn."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        signs = 1 - 2 * (torch.arange(tensor.numel(), device=tensor.device) % 2).to(tensor.dtype).view(tensor.shape)
+        return tensor * (1 + torch.finfo(tensor.dtype).eps * signs)
 
     return Sample(_mapped(sample.args, change), _mapped(sample.kwargs, change))
 

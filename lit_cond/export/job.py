@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_cond import __version__
 from lit_cond.errors import ConfigurationError, ExportMismatchError
 from lit_cond.export.compare import default_tolerance, largest_difference, tensors_in
-from lit_cond.export.example import batch_size, find_example, resized
+from lit_cond.export.example import batch_size, find_example, jittered, resized
 from lit_cond.export.formats import FILES, FORMATS, ExportedFile, Format
 from lit_cond.export.graph import (
     Runner,
@@ -126,12 +126,13 @@ class Job:
         return ExportedFile(name, path.name, difference)
 
     def _mismatch(self, format_: Format, name: str, difference: float) -> str:
+        moved = self._run(self._target(self.live), jittered(self.batches[0]))
+        own = largest_difference(self.expected[0], moved)
         why = ""
-        if format_ == "onnx" and any(token_forwards(self.folded)):
-            why = (
-                " (its tokens are corrected by matrix products, which differ where the tokens of a sample have almost "
-                "no extent in some direction)"
-            )
+        if own > self.tolerance:
+            why = f"; the model's own outputs change by {own:.1e} where its input changes by one rounding"
+            if any(token_forwards(self.folded)):
+                why += ", as corrected tokens make it that span less than all directions"
         return (
             f"'{name}' does not compute what the model computes: outputs differ by {difference:.1e} of the largest "
             f"one, {self.tolerance:.1e} are allowed{why}; nothing was written: leave {format_} out with --formats, or "

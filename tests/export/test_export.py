@@ -368,6 +368,19 @@ def test_a_place_where_nothing_can_be_written(tmp_path):
         export_model(OtherGraph(), tmp_path / "file" / "out", formats=["safetensors"])
 
 
+class Sensitive(OtherGraph):
+    def forward(self, x):
+        return super().forward(x) + 1e6 * (x - x.sum(-1, keepdim=True))
+
+
+def test_a_model_that_is_as_sensitive_itself_is_told(tmp_path):
+    with pytest.raises(ExportMismatchError) as plain:
+        export_model(OtherGraph(), tmp_path / "out", formats=["pt2"])
+    assert "own outputs" not in str(plain.value)
+    with pytest.raises(ExportMismatchError, match=r"own outputs change by [\d.e-]+ where its input .* one rounding"):
+        export_model(Sensitive(), tmp_path / "out", formats=["pt2"], tolerance=1e-9)
+
+
 def other_graph():
     return OtherGraph()
 
