@@ -393,6 +393,25 @@ def unequal_streams(folder: Path) -> None:
     assert trainer.current_epoch == 0
 
 
+def flat_refusals(folder: Path) -> None:
+    """What can not be right under FSDP's first version is refused with what to do."""
+
+    class Flat(Shared):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.trainer.model.parameters(), lr=1e-2)
+
+    class Wrapped(Shared):
+        def configure_model(self):
+            self.net.blocks[0] = FullyShardedDataParallel(self.net.blocks[0], device_id=torch.device("cpu"))
+
+    for module, kinds, message in (
+        (Flat(), {"use_orig_params": False}, "use_orig_params"),
+        (Wrapped(), {}, r"let the strategy wrap it afterwards: FSDPStrategy\(auto_wrap_policy"),
+    ):
+        with pytest.raises(LitCondError, match=message):
+            train(folder, module, [SpectralConditioning()], devices=2, strategy=CpuFSDP(**kinds))
+
+
 PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true")
 
 

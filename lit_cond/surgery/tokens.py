@@ -63,7 +63,7 @@ class TokenForward(InstanceForward):
         # A pass has shown the axes that the block and its attention mean; without one the first call has to.
         mha = site.attention.module if site.argument is None else None
         self._unchecked = mha if isinstance(mha, nn.MultiheadAttention) else None
-        self._last_output: weakref.ref[Tensor] | None = None
+        self._last_output = _nothing()
         if site.causal and not self.prefix_safe:
             raise ConfigurationError(_CAUSAL_MESSAGE.format(name=site.name))
 
@@ -92,7 +92,7 @@ class TokenForward(InstanceForward):
             ConfigurationError: If it can not be told.
         """
         if self.passes is None:
-            return self._last_output is not None and self._last_output() is tokens
+            return self._last_output() is tokens
         if not self.passes.open and tokens.requires_grad and torch.is_grad_enabled():
             raise ConfigurationError(
                 f"the block '{self.name}' is called several times in a pass, and was called outside of "
@@ -143,7 +143,10 @@ class TokenForward(InstanceForward):
         return output
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last_output": None}
+        return {name: value for name, value in self.__dict__.items() if name != "_last_output"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _last_output=_nothing())
 
     def _names(self) -> list[str]:
         return list(inspect.signature(type(self.module).forward).parameters)[1:]
@@ -190,7 +193,10 @@ class TokenForward(InstanceForward):
             if leaks_from_future(named):
                 raise ConfigurationError(_CAUSAL_MESSAGE.format(name=self.name))
             # Reading a mask waits for the device, so the first harmless one of more than one token decides.
-            self._mask_seen = tokens.shape[1 if self.batch_first else 0] > 1
+            # Compiled code that got none would be compiled anew for having looked.
+            masks = any(isinstance(value, Tensor) and value is not tokens for value in named.values())
+            if masks or not torch.compiler.is_compiling():
+                self._mask_seen = tokens.shape[1 if self.batch_first else 0] > 1
         if any(cached_length(named.get(name)) for name in ("cache", "past_key_values", "past_key_value", "layer_past")):
             raise ConfigurationError(
                 f"the tokens at '{self.name}' are conditioned by their position in the sequence, which a cache of "
@@ -326,6 +332,11 @@ class TokenForward(InstanceForward):
 def _batch_differs(tokens: Tensor) -> bool:
     """Whether the first two axes of a stack of sequences can be told from each other by their sizes."""
     return not tokens.is_nested and tokens.ndim == 3 and tokens.shape[0] != tokens.shape[1]
+
+
+def _nothing() -> weakref.ref[Tensor]:
+    """Return a reference to a tensor that is gone; None in its place would be another thing to compiled code."""
+    return weakref.ref(torch.empty(0))
 
 
 def _prefix(site: TokenSite, rule: TokenRule) -> int:
