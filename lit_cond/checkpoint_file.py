@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import NoneType
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from lit_cond.errors import CheckpointFileError
 __all__ = ["read_checkpoint"]
 
 _VERSION_KEY = "pytorch-lightning_version"
+_PARTS = ("hyper_parameters", "callbacks")
 _ZIP = b"PK\x03\x04"
 _PICKLE = b"\x80"
 _KINDS = {
@@ -160,6 +162,11 @@ def _checked(value: Any, path: str | Path) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise CheckpointFileError(f"'{path}' holds {_described(value)}, not a checkpoint of Lightning")
     if isinstance(value.get("state_dict"), Mapping) and isinstance(value.get(_VERSION_KEY), str):
+        for key in _PARTS:
+            if key in value and isinstance(value[key], (NoneType, str, int, float, list, tuple, Tensor)):
+                raise CheckpointFileError(f"'{path}' is damaged: its '{key}' is {_described(value[key])}; {_DAMAGED}")
+        if not re.match(r"\d+\.\d+", value[_VERSION_KEY]):
+            raise CheckpointFileError(f"'{path}' is damaged: {value[_VERSION_KEY]!r} is no version; {_DAMAGED}")
         return dict(value)
     if value and all(isinstance(item, Tensor) for item in value.values()):
         raise CheckpointFileError(

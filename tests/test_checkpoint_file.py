@@ -177,6 +177,18 @@ def test_values_that_are_no_checkpoint(tmp_path):
         assert "not a checkpoint of Lightning" in message
 
 
+@pytest.mark.parametrize("key", ["hyper_parameters", "callbacks"])
+@pytest.mark.parametrize("value", [None, "x", 3, [], torch.ones(2)], ids=lambda value: type(value).__name__)
+def test_parts_that_are_no_dictionaries(tmp_path, key, value):
+    torch.save({**GOOD, key: value}, tmp_path / "a.ckpt")
+    assert f"is damaged: its '{key}' is a " in refusal(tmp_path / "a.ckpt")
+
+
+def test_a_version_that_is_none(tmp_path):
+    torch.save({**GOOD, "pytorch-lightning_version": "newest"}, tmp_path / "a.ckpt")
+    assert "'newest' is no version" in refusal(tmp_path / "a.ckpt")
+
+
 def equal(a, b):
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
