@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection
+from torch.export import Dim, ExportedProgram
 
 from lit_cond.errors import ConfigurationError
 from lit_cond.export.compare import tensors_in
@@ -40,7 +40,12 @@ def to_program(model: nn.Module, sample: Sample, *, dynamic_batch: bool = True) 
     Raises:
         ConfigurationError: If torch.export can not capture it.
     """
-    shapes = ShapesCollection()  # type: ignore[no-untyped-call]
+    if not hasattr(torch.export, "ShapesCollection"):
+        raise ConfigurationError(
+            f"torch {torch.__version__} is too old for onnx and pt2: install torch>=2.6, or leave both out with "
+            "--formats"
+        )
+    shapes = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     size, batch = batch_size(sample), Dim("batch")
     if dynamic_batch:
         for tensor in tensors_in((sample.args, sample.kwargs)):

@@ -60,6 +60,11 @@ class Job:
         if formats is None:
             self.left_out = _not_applicable(part)
             formats = [name for name in FORMATS if name not in self.left_out]
+        if hasattr(part, "merge_and_unload"):  # peft
+            self.notes.append(
+                f"the weights are those of a {type(part).__name__}, adapters apart: call its merge_and_unload() and "
+                "export_model() for plain ones"
+            )
         self.formats = [name for name in FORMATS if name in formats]
         if "huggingface" in formats and not is_hugging_face(part):
             raise ConfigurationError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,8 +83,9 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def is_hugging_face(backbone: nn.Module) -> bool:
-    """Whether a model is one that transformers saves and loads."""
-    return hasattr(backbone, "save_pretrained") and hasattr(type(backbone), "from_pretrained")
+    """Whether a model is one of transformers, as `from_pretrained` of its class returns it."""
+    library = sys.modules.get("transformers")  # where it was not imported, no model is of it
+    return library is not None and isinstance(backbone, library.PreTrainedModel)
 
 
 def write_huggingface(backbone: nn.Module, folder: Path) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning.pytorch as pl
 import onnxruntime
 import pytest
 import timm
@@ -213,6 +214,22 @@ def test_a_hugging_face_folder_could_not_say_that_tokens_are_corrected(tmp_path)
     assert set(report.tokens) == {"vit.layers.0"}
 
 
+def test_adapters_of_peft(tmp_path):
+    peft = pytest.importorskip("peft")
+    task = ImageClassification(10, "hf/vit", HF_VIT)
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    task.backbone = peft.get_peft_model(task.backbone, config)
+    report = export_model(task, tmp_path / "out", formats=["safetensors", "pt2"], example=images(2, 16, 3))
+    assert "merge_and_unload" in report.notes[0]
+    merged = ImageClassification(10, "hf/vit", HF_VIT)
+    merged.backbone = task.backbone.merge_and_unload()
+    export_model(merged, tmp_path / "merged", formats=["safetensors", "huggingface"])
+    loaded = transformers.ViTForImageClassification.from_pretrained(tmp_path / "merged" / "huggingface")
+    x = images(2, 16, 3)
+    with torch.no_grad():
+        assert largest_difference(loaded(x).logits, run_pt2(tmp_path / "out" / "model.pt2", x)) < 1e-5
+
+
 def test_tied_weights(tmp_path):
     config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=40, n_positions=16)
     language_model = transformers.GPT2LMHeadModel(config).eval()
@@ -304,6 +321,38 @@ def test_random_numbers_stay_as_they_are(tmp_path):
     export_model(task, tmp_path / "out", formats=["safetensors"])
     assert torch.equal(torch.get_rng_state(), before)
     assert task.training
+
+
+class Late(pl.LightningModule):
+    """Builds its network in configure_model and has no forward of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.network = None
+
+    def configure_model(self):
+        if self.network is None:
+            self.network = TinyTransformer()
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.network(batch[0]), batch[1])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_a_module_built_late_and_without_a_forward_is_run_through_its_backbone(tmp_path):
+    torch.manual_seed(0)
+    module, batch = Late(), next(iter(make_loader()))[0]
+    trainer = make_trainer(tmp_path, [SpectralConditioning()])
+    trainer.fit(module, make_loader())
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    torch.save(batch, tmp_path / "batch.pt")
+    words = [str(tmp_path / "a.ckpt"), str(tmp_path / "out"), "--class", f"{__name__}:Late"]
+    command.main([*words, "--data", str(tmp_path / "batch.pt"), "--formats", "safetensors", "pt2"])
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["backbone"] == "network"
+    with torch.no_grad():
+        assert torch.equal(run_pt2(tmp_path / "out" / "model.pt2", batch), module.network.eval()(batch))
 
 
 class NoCounterpart(nn.Module):
