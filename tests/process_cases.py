@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 import lit_cond
 from lit_cond.callbacks import ConditionedTokens, ConditionNumberMonitor, SpectralConditioning, StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondError
-from lit_cond.surgery import strengths
+from lit_cond.surgery import find_attention, strengths
 from lit_cond.surgery.weights import conditioned_weights
 from tests.tiny import (
     Block,
@@ -192,6 +192,7 @@ def ddp(folder: Path) -> None:
         return module, trainer
 
     whole, trainer = run(3)
+    assert [site.name for site in find_attention(trainer.model)] == [f"net.blocks.{i}.attn" for i in (0, 1)]  # A9
     values = [float(trainer.callback_metrics[key]) for key in ("cond/query/mean", "cond/tokens/mean")]
     moved = strengths(whole, "weights")
     assert moved[0] > 0.5, "the schedule did not move"
@@ -346,6 +347,40 @@ def flat_sharded(folder: Path) -> None:
         # Without any callback too, Lightning 2.6 resumes from a full file with another state of the optimizer.
         count = 4 if kind == "sharded" else 1
         assert largest_difference(resumed["losses"][:count], straight["losses"][4 : 4 + count]) < 1e-6, kind
+
+
+def evaluated(folder: Path) -> None:
+    """A new process group tests a sharded model from the checkpoint of a conditioned one, tokens included."""
+    strategies = {
+        "full": fully_sharded,
+        "parts": lambda: fully_sharded(full_file=False),
+        "flat": lambda: CpuFSDP(auto_wrap_policy={Block}),
+        "flat_parts": lambda: CpuFSDP(auto_wrap_policy={Block}, state_dict_type="sharded"),
+    }
+
+    class Look(pl.Callback):
+        def on_test_end(self, trainer, pl_module):
+            self.computed = outputs(trainer.model)
+
+    for name, strategy in strategies.items():
+        callbacks = [SpectralConditioning(), ConditionedTokens(strength=0.5)]
+        _, kept = train(folder, Shared(), callbacks, name, devices=2, strategy=strategy(), max_epochs=1)
+        if name in ("full", "flat"):
+            loaded = lit_cond.load_checkpoint(TinyModule, folder / f"{name}.ckpt")
+            assert largest_difference(outputs(loaded), kept["outputs"]) < 1e-6, name
+        look, fresh = Look(), Shared()
+        torch.nn.init.zeros_(fresh.net.head.weight)
+        callbacks = [SpectralConditioning(), ConditionedTokens(strength=0.5), look]
+        trainer = make_trainer(folder, callbacks, devices=2, strategy=strategy())
+        path = str(folder / f"{name}.ckpt")
+        if name.startswith("flat"):
+            # This strategy loads before any hook could add what the checkpoint records.
+            message = r"net\.blocks\.0\.conditioned_tokens" if name == "flat" else r"'net\.blocks\.0'.*load_checkpoint"
+            with pytest.raises(RuntimeError, match=message):
+                trainer.test(fresh, make_loader(), ckpt_path=path, verbose=False)
+            continue
+        trainer.test(fresh, make_loader(), ckpt_path=path, verbose=False)
+        assert largest_difference(look.computed, kept["outputs"]) < 1e-6, name
 
 
 class Stream(IterableDataset):

@@ -25,9 +25,9 @@ from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 from lit_cond.surgery.apply import compute_correction, condition_
 from lit_cond.surgery.packing import pack_correction, pack_raw, unpack_correction, unpack_raw
 from lit_cond.surgery.rules import TokenRule, WeightRule
-from lit_cond.surgery.sharding import is_shard
+from lit_cond.surgery.sharding import is_flat_sharded, is_shard
 from lit_cond.surgery.sites import MatrixLayout, RowSet, clean_name, own_parameter
-from lit_cond.surgery.tokens import STATE_KEY, token_forwards
+from lit_cond.surgery.tokens import STATE_KEY, TokenForward, token_forwards
 from lit_cond.surgery.weights import (
     ConditionedWeight,
     Term,
@@ -122,7 +122,7 @@ def to_effective(
         weights[name] = entry
     tokens: dict[str, Any] = {}
     for name, forward in token_forwards(model):
-        tokens[name] = {"rule": forward.rule.settings(), "strength": float(forward.strength)}
+        tokens[clean_name(name)] = {"rule": forward.rule.settings(), "strength": float(forward.strength)}
         # A copy of the model that averages its weights holds the strength of the time when it was made.
         if not elsewhere:
             converted[_token_key(name, state)] = forward.strength.detach().clone()
@@ -291,6 +291,11 @@ def _scaled(terms: Sequence[Term]) -> list[tuple[Tensor, float]]:
     return [(term.correction, float(term.strength)) for term in terms]
 
 
+def _clean_token_forwards(model: nn.Module) -> dict[str, TokenForward]:
+    """Return the token corrections of a model by the names of their blocks, without the parts that wrappers put in."""
+    return {clean_name(name): forward for name, forward in token_forwards(model)}
+
+
 def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -> None:
     """Make the token corrections of a model those that a checkpoint was made with.
 
@@ -302,8 +307,8 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
     Raises:
         CheckpointMismatchError: If the model corrects tokens and the checkpoint does not, or the other way round.
     """
-    saved: Mapping[str, Any] = record["tokens"]
-    present = dict(token_forwards(model))
+    saved: Mapping[str, Any] = {clean_name(str(name)): entry for name, entry in record["tokens"].items()}
+    present = _clean_token_forwards(model)
     for name in present.keys() - saved.keys():
         raise CheckpointMismatchError(
             f"the model corrects the tokens at '{name}' and the checkpoint was made without; load its weights into "
@@ -319,9 +324,13 @@ def restore_tokens_(model: nn.Module, record: Mapping[str, Any], *, add: bool) -
                     f"ConditionedTokens(correction={rule.correction!r}, scale={rule.scale!r}) to the callbacks, or "
                     "load it with lit_cond.load_checkpoint"
                 )
-            condition_(model, replace(rule, include=re.escape(clean_name(name))))
-            added = dict(token_forwards(model))[name]
-            added.rule = rule
+            if is_flat_sharded(model):
+                raise CheckpointMismatchError(
+                    f"the checkpoint was made with corrected tokens at '{name}', which can not be added to a model "
+                    "that FSDP has wrapped; give the Trainer what lit_cond.load_checkpoint makes of a full checkpoint"
+                )
+            condition_(model, replace(rule, include=re.escape(name)))
+            _clean_token_forwards(model)[name].rule = rule
         elif present[name].rule.settings() != rule.settings():
             _warn(
                 f"the checkpoint's tokens at '{name}' were corrected with {rule.settings()}; from here on the "

@@ -53,9 +53,27 @@ class _LoadStrength:
             missing.append(prefix + STATE_KEY)
 
 
+class _Named:
+    """Makes an entry of the state dict an attribute of the module, by which distributed checkpoints look it up.
+
+    Args:
+        module: The module.
+        target: The attribute's value.
+    """
+
+    def __init__(self, module: nn.Module, target: HasStrength) -> None:
+        self.module = module
+        module.__dict__[STATE_KEY] = target
+
+    def remove(self) -> None:
+        """Take the attribute away."""
+        self.module.__dict__.pop(STATE_KEY, None)
+
+
 def keep_in_state(module: nn.Module, target: HasStrength) -> list[Any]:
     """Save and load a strength with a module; return the handles of the hooks."""
     return [
+        _Named(module, target),
         module.register_state_dict_post_hook(_SaveStrength(target)),  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_LoadStrength(target)),  # type: ignore[no-untyped-call]
     ]

@@ -158,7 +158,7 @@ class ConditionedWeight:
         if value is None:
             raise LostTargetError(
                 f"'{self.tensor_name}' of a conditioned {type(self.owner).__name__} is no longer a parameter "
-                "(pruned, parametrized, quantized, or flattened by FSDP without use_orig_params=True, after conditioning?)"
+                "(pruned, parametrized or quantized after conditioning, or flattened by FSDP: use_orig_params=True?)"
             )
         return value
 

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
 )
 from torch.utils.checkpoint import checkpoint
 
@@ -111,6 +112,15 @@ def test_b5_a_resume_after_groups_were_added_on_the_way_starts_right(tmp_path, f
     # Lightning 2.6's BaseFinetuning resumes with another state of the optimizer, without any callback of ours too.
     assert [*half.losses, rest.losses[0]] == whole.losses[:9]
     assert len(trainer.optimizers[0].param_groups) == 2
+
+
+@EITHER_ORDER
+def test_a3_stochastic_weight_averaging_of_a_model_with_corrected_tokens(tmp_path, first):
+    module = make()
+    callbacks = [SpectralConditioning(), ConditionedTokens(), StochasticWeightAveraging(1e-3, 1)]
+    trainer = fit(tmp_path, module, callbacks, first, max_epochs=3)
+    assert [name for name, _ in token_forwards(module)] == ["net.blocks.0"]
+    assert largest_difference(computed_by_a_plain_load(trainer, tmp_path / "a.ckpt", "tokens"), outputs(module)) == 0
 
 
 @EITHER_ORDER

@@ -1,5 +1,7 @@
 """The correction is computed in float32 and rounded once, whatever the precision; compiled code is compiled once."""
 
+import shutil
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,22 @@ def test_corrected_tokens_are_rounded_once(dtype):
     assert value.dtype == dtype
     error = float((value.double() - reference).abs().max()) / float(reference.abs().max())
     assert error < {torch.float64: 1e-12, torch.float32: 2e-6}.get(dtype, 0.51 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("rule", [lit_cond.WeightRule(), lit_cond.TokenRule()])
+def test_a5_conditioning_within_autocast_computes_as_without(rule):
+    model, reference = make(), make()
+    lit_cond.condition_(reference, rule)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        lit_cond.condition_(model, rule)
+        lit_cond.surgery.refresh_(model)
+    for (_, a), (_, b) in zip(conditioned_weights(model), conditioned_weights(reference), strict=True):
+        assert torch.equal(a.terms[0].correction, b.terms[0].correction)
+    for (_, a), (_, b) in zip(token_forwards(model), token_forwards(reference), strict=True):
+        tokens = torch.randn(3, 6, 32)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            inside = a.correct(tokens)
+        assert torch.equal(inside, b.correct(tokens))
 
 
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "bf16-true", "16-true"])
@@ -161,3 +179,19 @@ def test_a8_gradients_of_compiled_corrections(kind):
             run(X).square().sum().backward()
     for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert torch.allclose(a.grad, b.grad, rtol=1e-4, atol=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_a8_inductor_computes_the_same_at_every_strength(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    model, reference = make(depth=1), make(depth=1)
+    for each in (model, reference):
+        lit_cond.condition_(each, lit_cond.WeightRule())
+        lit_cond.condition_(each, lit_cond.TokenRule())
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    for strength in (0.0, 0.5, 1.0):
+        for each in (model, reference):
+            set_strength_(each, strength)
+        assert largest_difference(compiled(X).detach(), reference(X).detach()) < 1e-5

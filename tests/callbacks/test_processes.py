@@ -18,7 +18,7 @@ CASES = [
     "ddp+siamese+monitored+unequal",
     "unequal_streams",
     "model_parallel+tensor_parallel",
-    "flat_sharded+flat_refusals",
+    "flat_sharded+flat_refusals+evaluated",
 ]
 
 
