@@ -14,10 +14,12 @@ from typing_extensions import override
 
 from lit_cond.callbacks import loop_state
 from lit_cond.callbacks.random_state import random_state, set_random_state
-from lit_cond.errors import LitCondWarning
+from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 
 __all__ = ["ExactResume"]
 
+_FORMAT = 1
+_ALWAYS = {"position", "epoch", "processes"}
 _WITHIN_EPOCH = ("batch end", "validation")
 
 
@@ -46,27 +48,32 @@ class ExactResume(Callback):
 
     def __init__(self) -> None:
         self._trained: set[str] = set()
-        self._counts: dict[str, int] = {}
+        self._metrics: list[tuple[str, Metric]] = []
+        self._counts: list[int] = []
         self._loaded: dict[str, Any] | None = None
+        self._own: dict[str, Any] = {}
+        self._resumed = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trained, self._counts, self._loaded = set(), {}, None
+        self._trained, self._metrics, self._counts = set(), [], []
+        self._loaded, self._resumed, self._own = None, False, {}
 
     @override
     def state_dict(self) -> dict[str, Any]:
         # What is stored needs the trainer: `on_save_checkpoint` fills it in.
-        return {"format": 1}
+        return {"format": _FORMAT}
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._counts = {name: metric.update_count for name, metric in _metrics(pl_module)}
+        self._counts = [metric.update_count for _, metric in self._metrics]
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._trained |= {n for n, metric in _metrics(pl_module) if metric.update_count != self._counts.get(n, 0)}
+        counted = zip(self._metrics, self._counts, strict=True)
+        self._trained |= {name for (name, metric), count in counted if metric.update_count != count}
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -74,7 +81,7 @@ class ExactResume(Callback):
         for logger in trainer.loggers:
             logger.save()
         where = loop_state.position(trainer)
-        state: dict[str, Any] = {"format": 1, "position": where, "epoch": trainer.current_epoch}
+        state: dict[str, Any] = {"format": _FORMAT, "position": where, "epoch": trainer.current_epoch}
         # With them the log goes on in its place.
         versions = [getattr(logger, "version", None) for logger in trainer.loggers]
         state["versions"] = [version if isinstance(version, (int, str)) else None for version in versions]
@@ -91,9 +98,11 @@ class ExactResume(Callback):
             state["validation_follows"] = where == "batch end" and loop_state.validation_follows(trainer)
             state["accumulates"] = loop_state.accumulates(trainer)
             own["results"] = loop_state.results_of_epoch(trainer)
-            own["metrics"] = {name: _state(metric) for name, metric in _metrics(pl_module) if name in self._trained}
-            if state["accumulates"]:
-                own["gradients"] = _gradients(pl_module)
+            trained = self._trained | _groups_of(pl_module, self._trained)
+            own["metrics"] = {name: _state(metric) for name, metric in _metrics(pl_module) if name in trained}
+        # With manual optimization nobody but the module knows which of them it still needs.
+        if state.get("accumulates") or not pl_module.automatic_optimization:
+            own["gradients"] = _gradients(pl_module)
         state["processes"] = _gathered(own)
         checkpoint["callbacks"][self.state_key] = state
 
@@ -101,7 +110,8 @@ class ExactResume(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Put back what must be in place before the loops begin."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if trainer.state.fn != TrainerFn.FITTING:
+        # Lightning's finders load checkpoints of their own, without a path, while they try things out.
+        if trainer.state.fn != TrainerFn.FITTING or trainer.ckpt_path is None or self._loaded is not None:
             return
         if state is None:
             rank_zero_info(
@@ -109,8 +119,13 @@ class ExactResume(Callback):
                 "of an epoch that goes on count from here"
             )
             return
-        self._loaded = state
-        set_random_state(self._own(trainer)["random"], pl_module.device)
+        if state.get("format") != _FORMAT or not state.keys() >= _ALWAYS:
+            raise CheckpointMismatchError(
+                f"the checkpoint's state of ExactResume is damaged or of another version ({sorted(state)[:9]}): take "
+                "another checkpoint, or resume without the callback"
+            )
+        self._loaded, self._resumed, self._own = state, True, _own_part(trainer, state)
+        self._load_random(pl_module)
         if state["position"] == "batch end":
             loops = loop_state.counters(checkpoint)
             if state["validation_follows"]:
@@ -123,35 +138,39 @@ class ExactResume(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put back what belongs to the epoch that goes on."""
+        self._metrics = _metrics(pl_module)
         state = self._loaded
         if state is None:
             return
-        own = self._own(trainer)
+        own = self._own
+        _load_gradients(pl_module, own.get("gradients", {}))
         _finish_step(trainer, pl_module, state)
         if trainer.ckpt_path is not None:
             loop_state.note_saved(trainer, str(trainer.ckpt_path), trainer.global_step)
         if state["position"] in _WITHIN_EPOCH:
             loop_state.load_skipped_loader_states(trainer)
-            loop_state.load_results(trainer, pl_module, own["results"])
-            metrics = dict(_metrics(pl_module))
-            self._trained = set(own["metrics"])
-            for name, saved in own["metrics"].items():
-                if name in metrics:
-                    _load(metrics[name], saved)
-            _load_gradients(pl_module, own.get("gradients", {}))
+            loop_state.load_results(trainer, pl_module, own.get("results", []))
+            self._trained = set(own.get("metrics", {}))
+            _load_metrics(dict(self._metrics), own.get("metrics", {}))
             loop_state.take_up_swa(trainer, pl_module)
-            set_random_state(own["random"], pl_module.device)
+            self._load_random(pl_module)
             progress = trainer.fit_loop.epoch_loop.batch_progress
             if state["position"] == "batch end" and not state["validation_follows"] and progress.is_last_batch:
                 loop_state.give_no_more_batches(trainer)
-        else:
+        elif state["position"] == "epoch end":
             trainer.fit_loop.epoch_loop.restarting = False
         self._loaded = None
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Lightning does so after this hook, and leaves out schedulers that watch a metric until then.
-        trainer.fit_loop.on_iteration_done()
+        if self._resumed:
+            # Lightning does so after this hook, and leaves out schedulers that watch a metric until then.
+            trainer.fit_loop.on_iteration_done()
+            self._resumed = False
+
+    def _load_random(self, pl_module: LightningModule) -> None:
+        if "random" in self._own:
+            set_random_state(self._own["random"], pl_module.device)
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,16 +180,19 @@ class ExactResume(Callback):
             loop_state.put_averages_in(trainer, pl_module)
             self._loaded = None
 
-    def _own(self, trainer: Trainer) -> dict[str, Any]:
-        assert self._loaded is not None
-        processes: list[dict[str, Any]] = self._loaded["processes"]
-        if len(processes) != trainer.world_size:
-            rank_zero_warn(
-                f"the checkpoint was written by {len(processes)} processes, now there are {trainer.world_size}: random "
-                "numbers, and metrics of an epoch that goes on, are not those of the uninterrupted run",
-                category=LitCondWarning,
-            )
-        return processes[trainer.global_rank % len(processes)]
+
+def _own_part(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return what belongs to this process; of another number of processes the random numbers alone."""
+    processes: list[dict[str, Any]] = state["processes"]
+    rank = trainer.global_rank
+    if len(processes) == trainer.world_size:
+        return processes[rank]
+    rank_zero_warn(
+        f"the checkpoint was written by {len(processes)} processes, now there are {trainer.world_size}: random "
+        "numbers, and metrics of an epoch that goes on, are not those of the uninterrupted run",
+        category=LitCondWarning,
+    )
+    return {"random": processes[rank]["random"]} if rank < len(processes) else {}
 
 
 def _finish_step(trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
@@ -198,11 +220,32 @@ def _gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _metrics(pl_module: LightningModule) -> list[tuple[str, Metric]]:
-    for module in pl_module.modules():
-        if isinstance(module, MetricCollection):
-            # Metrics that share a state get it from the first of their group, and only when they are asked for.
-            module.items(keep_base=True, copy_state=False)
     return [(name, module) for name, module in pl_module.named_modules() if isinstance(module, Metric)]
+
+
+def _groups_of(pl_module: LightningModule, names: set[str]) -> set[str]:
+    """Return the names of all metrics in the collections of some; in a collection one may do the work of others."""
+    found: set[str] = set()
+    for prefix, module in pl_module.named_modules():
+        if isinstance(module, MetricCollection):
+            members = {f"{prefix}.{name}" for name, inner in module.named_modules() if isinstance(inner, Metric)}
+            if members & names:
+                # They get the common state when they are asked for.
+                module.items(keep_base=True, copy_state=False)
+                found |= members
+    return found
+
+
+def _load_metrics(metrics: dict[str, Metric], saved: dict[str, dict[str, Any]]) -> None:
+    lost = sorted(saved.keys() - metrics.keys())
+    if lost:
+        rank_zero_warn(
+            f"the checkpoint holds the state of metrics that the model does not have: {', '.join(map(repr, lost))}: "
+            "they are left out of the epoch that goes on",
+            category=LitCondWarning,
+        )
+    for name in saved.keys() & metrics.keys():
+        _load(metrics[name], saved[name])
 
 
 def _state(metric: Metric) -> dict[str, Any]:

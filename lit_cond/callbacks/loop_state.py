@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -116,7 +115,10 @@ def load_results(trainer: Trainer, pl_module: LightningModule, saved: list[dict[
     """Put back what `results_of_epoch` has returned; before the first batch, which then counts as a later one."""
     results = trainer.fit_loop.epoch_loop._results
     device = pl_module.device
+    modules = dict(pl_module.named_modules())
     for entry in saved:
+        if "value" not in entry and entry["metric_attribute"] not in modules:
+            continue  # ExactResume tells of metrics that are gone
         meta = _Metadata(
             **{name: entry[name] for name in _META},
             reduce_fx=getattr(torch, entry["reduce_fx"]),
@@ -133,7 +135,7 @@ def load_results(trainer: Trainer, pl_module: LightningModule, saved: list[dict[
                 metric.cumulated_batch_size = entry["samples"].to(device)
             metric._update_count = 1
         else:
-            metric.value = attrgetter(entry["metric_attribute"])(pl_module)
+            metric.value = modules[entry["metric_attribute"]]
             metric._update_count = 1
         metric._forward_cache = None if entry["last"] is None else entry["last"].to(device)
         metric.has_reset = False

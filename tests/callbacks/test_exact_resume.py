@@ -8,7 +8,7 @@ import lightning.pytorch as pl
 import numpy
 import pytest
 import torch
-from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, EMAWeightAveraging, LearningRateFinder, StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
 from torch import nn
 from torch.nn import functional as F
@@ -45,6 +45,7 @@ class Digits(pl.LightningModule):
         self.train_acc = MulticlassAccuracy(10)
         group = {"f1": MulticlassF1Score(10), "acc": MulticlassAccuracy(10)}
         self.train_more = MetricCollection(group, prefix="train/more_")
+        self.train_logged = MetricCollection(group, prefix="train/logged_").clone()
         self.val_acc = MulticlassAccuracy(10)
         self.schedule = schedule
         self.losses = []
@@ -62,6 +63,8 @@ class Digits(pl.LightningModule):
         loss = F.cross_entropy(logits, y)
         self.train_acc(logits, y)
         self.train_more.update(logits, y)
+        self.train_logged.update(logits, y)
+        self.log_dict(self.train_logged, on_step=False, on_epoch=True)
         self.log("train/loss", loss, on_step=True, on_epoch=True)
         self.log("train/acc", self.train_acc, on_step=True, on_epoch=True)
         self.log("train/largest", logits.max(), on_step=False, on_epoch=True, reduce_fx="max")
@@ -92,6 +95,21 @@ class Digits(pl.LightningModule):
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=0.5)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/loss"}}
+
+
+class Manual(Digits):
+    """Makes its steps by itself, one for two batches."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        if batch_idx % 2:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
 
 
 class Rows(Logger):
@@ -135,7 +153,7 @@ class SaveEverywhere(Checkpoint):
 
 
 def callbacks_of(kind):
-    if kind == "none":
+    if kind in ("none", "manual"):
         return []
     monitor = ConditionNumberMonitor(every_n_steps=2, quantities=["key"])
     schedule = StrengthSchedule("measured", monitor="cond/key/mean", target=2.0, every_n_steps=2, start=0.5)
@@ -150,7 +168,10 @@ def callbacks_of(kind):
 
 def run(tmp_path, kind="none", saver=None, ckpt_path=None, exact=True, schedule=None, seed=0, workers=0, **kwargs):
     pl.seed_everything(seed, verbose=False)
-    module, rows = Digits(schedule, nn.LayerNorm if kind == "swa" else nn.BatchNorm1d), Rows()
+    module, rows = (
+        (Manual if kind == "manual" else Digits)(schedule, nn.LayerNorm if kind == "swa" else nn.BatchNorm1d),
+        Rows(),
+    )
     callbacks = [*([ExactResume()] if exact else []), *callbacks_of(kind), SaveLast(), *([saver] if saver else [])]
     settings = {"max_epochs": 2, "limit_train_batches": 5, "limit_val_batches": 2, "log_every_n_steps": 1, **kwargs}
     trainer = pl.Trainer(
@@ -233,6 +254,7 @@ CASES = {
     "schedule by plateau": {"schedule": "plateau", "max_epochs": 3},
     # Not the checkpoint of the very last step: Lightning sees that nothing is left to do and does not end the epoch.
     "steps": {"max_steps": 13, "max_epochs": -1, "which": lambda path: not path.name.endswith("batch-2-13.ckpt")},
+    "manual optimization": {"kind": "manual", "val_check_interval": 2},
     "all of lit_cond, EMA": {"kind": "ema", "accumulate_grad_batches": 2, "val_check_interval": 2},
     "all of lit_cond": {"kind": "plain"},
     "SWA": {"kind": "swa", "max_epochs": 3},
@@ -386,3 +408,59 @@ def test_b5_a_callback_added_only_on_the_resume(added, outcome, tmp_path, monkey
         _, resumed, _ = run(tmp_path, ckpt_path=path, max_epochs=2)
     assert (whole.losses[3:] == resumed.losses) == (outcome == "same")
     assert len(resumed.losses) == 7
+
+
+def test_lightnings_finders_are_left_alone(tmp_path):
+    learning_rates = []
+    for exact in (True, False):
+        pl.seed_everything(0, verbose=False)
+        finder = LearningRateFinder(num_training_steps=5)
+        module = Digits()
+        module.lr = 1e-3
+        callbacks = [finder, *([ExactResume()] if exact else [])]
+        trainer = pl.Trainer(
+            default_root_dir=tmp_path, callbacks=callbacks, max_steps=3, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, enable_checkpointing=False,
+            accelerator="cpu",
+        )  # fmt: skip
+        trainer.fit(module, DigitsDataModule())
+        learning_rates.append((finder.optimal_lr.results["loss"], module.losses))
+    assert learning_rates[0] == learning_rates[1]
+
+
+def test_a_metric_that_is_gone_is_said(tmp_path, monkeypatch):
+    saver = SaveEverywhere(tmp_path)
+    run(tmp_path, saver=saver)
+
+    class Fewer(Digits):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.gone, self.train_acc = None, self.train_logged["acc"]
+
+    monkeypatch.setitem(globals(), "Digits", Fewer)
+    with pytest.warns(LitCondWarning, match=r"state of metrics .* does not have: 'train_logged\.acc': they"):
+        run(tmp_path, ckpt_path=list(saver.saved)[2])
+
+
+OF_TWO = {"processes": [{"random": random_state(torch.device("cpu"))}] * 2}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 9}, "state of ExactResume is damaged or of another version"),
+        (OF_TWO, "written by 2 processes, now there are 1: random numbers, .* are not those"),
+    ],
+    ids=["another format", "another number of processes"],
+)
+def test_a_state_that_does_not_fit(change, message, tmp_path):
+    saver = SaveEverywhere(tmp_path)
+    run(tmp_path, saver=saver)
+    path = list(saver.saved)[2]
+    content = torch.load(path, weights_only=True)
+    state = content["callbacks"]["ExactResume"]
+    state.update(change)
+    torch.save(content, path)
+    refused = pytest.raises(CheckpointMismatchError, match=message)
+    with refused if "format" in change else pytest.warns(LitCondWarning, match=message):
+        run(tmp_path, ckpt_path=path)
