@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from lit_cond.export import command, export_model
 from lit_cond.runs import load_model
 from lit_cond.surgery.weights import conditioned_weights
 from lit_cond.tasks import ImageClassification
-from tests.cli.helpers import REPOSITORY, TINY, write_config
+from tests.cli.helpers import TINY, write_config
 from tests.tiny import TinyModule, TinyTransformer, largest_difference, make_loader, make_module, make_trainer, outputs
 
 BACKBONE = TINY["model"]["init_args"]["backbone_args"]
@@ -505,12 +504,3 @@ def test_words_that_are_wrong(tmp_path, both, export):
         code, printed = export(*words)
         assert code == 2
         assert message in printed
-
-
-@pytest.mark.slow
-def test_the_command_by_its_name(tmp_path):
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    words = [sys.executable, "-m", "lit_cond", "export", "nowhere.ckpt", "out"]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr == "lit_cond: error: there is no checkpoint 'nowhere.ckpt'\n"
