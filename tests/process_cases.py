@@ -303,6 +303,35 @@ def model_parallel(folder: Path) -> None:
             assert largest_difference(resumed[name], value) < 1e-5 * scale, (name, whole_file)
 
 
+def again(folder: Path) -> None:
+    """B1: fit, test and fit of one sharded module correct it once; a module that shards nothing is refused."""
+
+    class Once(Shared):
+        sharded = False
+
+        def configure_model(self):
+            if not self.sharded:
+                self.sharded = True
+                super().configure_model()
+
+    def run(kind, **kinds):
+        module = kind()
+        losses = []
+        for stage in ("fit", "test", "fit"):
+            callbacks = [SpectralConditioning(), ConditionedTokens()]
+            strategy = {"strategy": fully_sharded()} if kinds["devices"] == 2 else {}
+            trainer = make_trainer(folder, callbacks, use_distributed_sampler=False, **kinds, **strategy)
+            getattr(trainer, stage)(module, make_loader())
+            losses.append(float(trainer.callback_metrics["test_loss" if stage == "test" else "loss"]))
+        return torch.tensor(losses)
+
+    assert largest_difference(run(Once, devices=2), run(Shared, devices=1)) < 1e-6
+    callbacks = [SpectralConditioning(), ConditionedTokens()]
+    trainer = make_trainer(folder, callbacks, devices=2, strategy=fully_sharded())
+    with pytest.raises(TypeError, match="configure_model"):
+        trainer.fit(make_module(), make_loader())
+
+
 def tensor_parallel(folder: Path) -> None:
     """Weights in parts by columns are corrected as a whole (trap 12)."""
     shares(folder, lambda: ModelParallelStrategy(1, 2, False), kind=TensorParallel, attention="separate")

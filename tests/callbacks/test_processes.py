@@ -17,7 +17,7 @@ CASES = [
     "ddp_fork",
     "ddp+siamese+monitored+unequal",
     "unequal_streams",
-    "model_parallel+tensor_parallel",
+    "model_parallel+again+tensor_parallel",
     "flat_sharded+flat_refusals+evaluated",
 ]
 
