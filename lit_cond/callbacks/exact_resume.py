@@ -43,8 +43,8 @@ class ExactResume(Callback):
     this callback. The batches go on where they were if the training loader has `state_dict` and `load_state_dict`, as
     those of `lit_cond.data` have. Checkpoints of weights alone carry nothing.
 
-    Put it last in the list of callbacks: random numbers that others draw in `on_train_start` are then none of those that
-    it restores. Equal is equal bit for bit, as far as the operations of the device are deterministic.
+    Put it last in the list of callbacks: random numbers that others draw in `on_train_start` are then none of those
+    that it restores. Equal is equal bit for bit, as far as the operations of the device are deterministic.
     """
 
     def __init__(self) -> None:
