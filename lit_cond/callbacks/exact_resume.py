@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
@@ -59,6 +60,12 @@ class ExactResume(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trained, self._metrics, self._counts = set(), [], []
         self._loaded, self._resumed, self._own = None, False, {}
+        if stage == "fit" and not lightning.__version__.startswith(f"{loop_state.LIGHTNING}."):
+            rank_zero_warn(
+                f"ExactResume looks into Lightning's loops as they are in {loop_state.LIGHTNING}, and this is "
+                f"{lightning.__version__}: compare a resumed run with an uninterrupted one before you rely on it",
+                category=LitCondWarning,
+            )
 
     @override
     def state_dict(self) -> dict[str, Any]:

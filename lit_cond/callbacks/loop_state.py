@@ -22,6 +22,7 @@ from torch import Tensor
 from lit_cond.errors import LitCondWarning
 
 __all__ = [
+    "LIGHTNING",
     "Position",
     "accumulates",
     "begin_epoch",
@@ -41,6 +42,9 @@ __all__ = [
     "take_up_swa",
     "validation_follows",
 ]
+
+LIGHTNING = "2.6"
+"""The version of Lightning that this was written for."""
 
 Position = Literal["batch end", "validation", "epoch end", "elsewhere"]
 _AVERAGING: tuple[type[Callback], ...] = (StochasticWeightAveraging,)

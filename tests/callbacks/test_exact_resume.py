@@ -25,7 +25,7 @@ from lit_cond.callbacks import (
 from lit_cond.callbacks.random_state import random_state, set_random_state
 from lit_cond.data import DigitsDataModule
 from lit_cond.errors import CheckpointMismatchError, LitCondWarning
-from tests.tiny import WIDTH, Block
+from tests.tiny import WIDTH, Block, make_loader, make_module, make_trainer
 
 
 def draw():
@@ -464,3 +464,9 @@ def test_a_state_that_does_not_fit(change, message, tmp_path):
     refused = pytest.raises(CheckpointMismatchError, match=message)
     with refused if "format" in change else pytest.warns(LitCondWarning, match=message):
         run(tmp_path, ckpt_path=path)
+
+
+def test_another_lightning_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning.__version__", "2.7.1")
+    with pytest.warns(LitCondWarning, match=r"as they are in 2\.6, and this is 2\.7\.1"):
+        make_trainer(tmp_path, [ExactResume()]).fit(make_module(), make_loader())
