@@ -29,7 +29,9 @@ import lit_cond.tasks  # noqa: F401
 from lit_cond.atomic_io import AtomicCheckpointIO
 from lit_cond.callbacks import ExactResume
 from lit_cond.checkpoint import state_mismatch
-from lit_cond.cli_last import find_for_evaluation, find_last, keep_rows, tell
+from lit_cond.cli_last import LastRun, find_for_evaluation, find_last, tell
+from lit_cond.cli_lock import RunLock, take_lock
+from lit_cond.cli_log import LogPlace, keep_rows
 from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants_traceback
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
@@ -60,6 +62,7 @@ class LitCondCLI(LightningCLI):
         self.ckpt_path: str | None = None
         self.written: dict[str, Any] = {}
         self.keep_options = False
+        self.last_run: LastRun | None = None
         super().__init__(
             parser_class=LitCondParser,
             seed_everything_default=0,
@@ -140,7 +143,13 @@ class LitCondCLI(LightningCLI):
             tell(f"ckpt_path: no checkpoint to go on from yet in {places}: the run begins at the beginning")
             self.ckpt_path = options["ckpt_path"] = None
             return
+        self.last_run = run
         tell(f"ckpt_path: going on from '{os.path.relpath(run.checkpoint)}' (epoch {run.epoch}, step {run.step})")
+        if run.logged > run.step:
+            tell(
+                f"ckpt_path: the log of the run goes on to step {run.logged}: what came after step {run.step} is "
+                "trained again; a ModelCheckpoint without `monitor` writes a checkpoint every epoch"
+            )
         self.ckpt_path = options["ckpt_path"] = str(run.checkpoint)
         if run.loggers:
             logger = run.loggers if len(run.loggers) > 1 else run.loggers[0]
@@ -221,7 +230,7 @@ class LitCondCLI(LightningCLI):
         return trainer
 
     def _resume_callbacks(self, listed: Sequence[pl.Callback]) -> list[pl.Callback]:
-        found: list[pl.Callback] = []
+        found: list[pl.Callback] = [LogPlace(), RunLock()] if self.subcommand == "fit" else []
         if self.ckpt_path is not None and self.subcommand == "fit":
             changed = self.keep_options or self.given.get("optimizer") is not None
             found += [TellLostWeights(), *([KeepGivenOptions()] if changed else [])]
@@ -229,9 +238,14 @@ class LitCondCLI(LightningCLI):
         return found if any(isinstance(one, ExactResume) for one in listed) else [*found, ExactResume()]
 
     def before_fit(self) -> None:
-        """Keep the rows of a run that goes on."""
-        if self.written and self.ckpt_path is not None:
-            keep_rows(self.trainer)
+        """Keep the run for this process, and the rows that it had when its checkpoint was written.
+
+        Raises:
+            ConfigurationError: Another process is training in the folder of the run.
+        """
+        if self.last_run is not None:
+            take_lock(self.trainer)
+            keep_rows(self.trainer, self.last_run.rows, self.last_run.step)
 
     def configure_optimizers(  # type: ignore[override]
         self,
