@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -45,6 +46,9 @@ from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
 from lit_cond.summary import finish_fit
 
 __all__ = ["LitCondCLI", "main"]
+
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_DISK = {*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 
 # What a module that is no task of ours says of itself is meant for an evaluation.
 _TOKENS_LOST = (
@@ -287,7 +291,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         LitCondCLI(args=None if args is None else list(args))
     except Exception as error:
-        known = _cause(error)
+        known = _cause(error) or _disk_error(error)
         if known is None or wants_traceback():
             raise
         words = list(sys.argv[1:] if args is None else args)
@@ -302,6 +306,19 @@ def _cause(error: BaseException | None) -> LitCondError | None:
             return mismatch
         error = error.__cause__
     return error
+
+
+def _disk_error(error: BaseException | None) -> LitCondError | None:
+    """Return one line for what the disk has refused: no space, no right, a file where a folder should be."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _DISK):
+        error = error.__cause__ or error.__context__
+    if not isinstance(error, OSError):
+        return None
+    place = f"'{os.path.relpath(os.fsdecode(error.filename))}': " if isinstance(error.filename, (str, bytes)) else ""
+    advice = "give another place (--trainer.default_root_dir, save_dir of the logger, the folder of the data)"
+    if error.errno in _FULL:
+        advice = "make room; checkpoints that were written before are whole, go on with --ckpt_path last"
+    return ConfigurationError(f"{place}{error.strerror}: {advice}")
 
 
 def _one_line(error: LitCondError) -> str:
