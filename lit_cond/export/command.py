@@ -25,7 +25,8 @@ file is read back and compared with the model; the largest difference is printed
                           without which a strict load into the plain backbone fails
   OUT/huggingface         the folder that from_pretrained reads, where the backbone is a model of transformers and no
                           tokens are corrected
-  OUT/model.onnx          the whole model for ONNX, corrected tokens included, for batches of any size
+  OUT/model.onnx          the whole model for ONNX, corrected tokens included, for batches of any size and, where it
+                          can, sequences of any length
   OUT/model.pt2           the whole model for torch.export.load, likewise
   OUT/export.json         what was written, from what
 
@@ -66,7 +67,13 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("checkpoint", metavar="CKPT", help="a checkpoint, or the folder of a run")
     parser.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, metavar="FORMAT", help=f"of {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        metavar="FORMAT",
+        help=f"of {', '.join(FORMATS)}; an error where one does not fit the model (without: it is left out)",
+    )
     parser.add_argument(
         "--data",
         metavar="FILE",
@@ -87,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
         metavar="X",
         help="how far outputs may differ, in parts of the largest one (default: 1e-4 for float32)",
     )
-    parser.add_argument("--fixed-batch", action="store_true", help="graphs for batches of the example's size only")
+    parser.add_argument("--fixed-batch", action="store_true", help="graphs for the shapes of the example only")
     options = parser.parse_args(arguments)
     if options.tolerance is not None and not options.tolerance >= 0:
         parser.error(f"--tolerance is {options.tolerance}: give 0 or more")
@@ -126,7 +133,8 @@ def _lines(report: ExportReport) -> list[str]:
     lines = [f"{label:19}{text}" for label, text in rows]
     lines += ["", f"{'file':19}largest difference, in parts of the largest output ({report.tolerance:g} allowed)"]
     for file in report.files:
-        lines.append(f"{file.name:19}{'not compared' if file.difference is None else f'{file.difference:.1e}'}")
+        free = f"; free: {', '.join(file.free)}" if file.free else ""
+        lines.append(f"{file.name:19}{'not compared' if file.difference is None else f'{file.difference:.1e}'}{free}")
     lines += [f"{FILES[name]:19}left out: {reason}" for name, reason in report.left_out.items()]
     lines += ["", *report.notes] if report.notes else [""]
     return [*lines, f"wrote {report.out}"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["default_tolerance", "largest_difference", "tensors_in"]
+__all__ = ["default_tolerance", "largest_difference", "others_in", "structural_difference", "tensors_in"]
 
 # In parts of the largest output: a thousand roundings of float32 and more of float64, whose graphs may hold some
 # operations of less accuracy; a few roundings of the half types.
@@ -31,6 +31,32 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for part in value:
             yield from tensors_in(part)
+
+
+def others_in(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what a model returns besides tensors, with the key or position of each."""
+    if isinstance(value, Mapping):
+        parts = [(str(key), part) for key, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [(str(index), part) for index, part in enumerate(value)]
+    else:
+        if not isinstance(value, Tensor):
+            yield name, value
+        return
+    for key, part in parts:
+        yield from others_in(part, f"{name}.{key}" if name else key)
+
+
+def structural_difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> str | None:
+    """Return in words why outputs can not be compared as numbers, None if they can."""
+    if len(expected) != len(found):
+        return f"it returns {len(found)} tensors and the model {len(expected)}"
+    for number, (a, b) in enumerate(zip(expected, found, strict=True)):
+        if a.shape != b.shape:
+            return f"output {number} has the shape {tuple(b.shape)} and the model's {tuple(a.shape)}"
+        if a.is_floating_point() and b.is_floating_point() and not torch.equal(a.isfinite(), b.isfinite()):
+            return f"output {number} holds NaN or infinities where the model's has none, or the other way round"
+    return None
 
 
 def largest_difference(expected: Sequence[Tensor], found: Sequence[Tensor]) -> float:

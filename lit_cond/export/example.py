@@ -14,7 +14,7 @@ from lit_cond.export.compare import tensors_in
 from lit_cond.inspection.data import fit_to_model, read_data
 from lit_cond.surgery.samples import Sample, as_samples, sampled_parts
 
-__all__ = ["batch_size", "describe", "find_example", "jittered", "resized"]
+__all__ = ["batch_size", "describe", "find_example", "jittered", "relengthed", "resized", "sequences"]
 
 _GIVE_ONE = "give one with --data, or leave onnx and pt2 out with --formats"
 
@@ -37,6 +37,8 @@ def find_example(model: nn.Module, data: Any = None) -> Sample | None:
     if data is not None:
         path = Path(data) if isinstance(data, (str, Path)) else None
         sample = as_samples(data)[0] if path is None else read_data(path)
+        if batch_size(sample) == 0 or any(not tensor.numel() for tensor in tensors_in((sample.args, sample.kwargs))):
+            raise ConfigurationError(f"the example is empty ({describe(sample)}): give one sample or more")
         return _two_at_least(fit_to_model(sample, model, path or Path("example")))
     reason: Exception | None = None
     for name, _, samples in sampled_parts(model):
@@ -100,6 +102,41 @@ def resized(sample: Sample, size: int) -> Sample:
         return taken.flip(-1) if taken.is_floating_point() and taken.ndim > 1 else taken
 
     return Sample(_mapped(sample.args, change), _mapped(sample.kwargs, change))
+
+
+def sequences(sample: Sample) -> list[Tensor]:
+    """Return the tensors of a batch of token numbers whose second axis may be the length of the sequences.
+
+    Args:
+        sample: A batch; what has its size on the first axis and as many entries on the second one as a matrix of whole
+            numbers belongs to the sequences, as masks and embeddings do.
+    """
+    size, tensors = batch_size(sample), list(tensors_in((sample.args, sample.kwargs)))
+    lengths = {
+        tensor.shape[1]
+        for tensor in tensors
+        if tensor.ndim == 2 and tensor.shape[0] == size and tensor.dtype in (torch.int64, torch.int32)
+    }
+    lengths.discard(1)
+    return [t for t in tensors if t.ndim in (2, 3) and t.shape[0] == size and t.shape[1] in lengths]
+
+
+def relengthed(sample: Sample, change: int) -> Sample:
+    """Return a batch whose sequences are longer or shorter; their entries come in turn.
+
+    Args:
+        sample: A batch.
+        change: How many positions come to each sequence, negative to take some away; one stays at least.
+    """
+    chosen = {id(tensor) for tensor in sequences(sample)}
+
+    def stretch(tensor: Tensor) -> Tensor:
+        if id(tensor) not in chosen:
+            return tensor
+        old = tensor.shape[1]
+        return tensor[:, torch.arange(max(1, old + change), device=tensor.device) % old]
+
+    return Sample(_mapped(sample.args, stretch), _mapped(sample.kwargs, stretch))
 
 
 def jittered(sample: Sample) -> Sample:

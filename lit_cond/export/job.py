@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from lit_cond import __version__
 from lit_cond.errors import ConfigurationError, ExportMismatchError
-from lit_cond.export.compare import default_tolerance, largest_difference, tensors_in
-from lit_cond.export.example import batch_size, find_example, jittered, resized
-from lit_cond.export.formats import FILES, FORMATS, ExportedFile, Format
-from lit_cond.export.graph import (
-    Runner,
-    read_onnx,
-    read_pt2,
-    to_program,
-    with_products,
-    write_onnx,
-    write_pt2,
+from lit_cond.export.compare import (
+    default_tolerance,
+    largest_difference,
+    others_in,
+    structural_difference,
+    tensors_in,
 )
+from lit_cond.export.example import batch_size, find_example, jittered, resized
+from lit_cond.export.formats import FILES, FORMATS, ExportedFile, Format, UnfitFormatError
+from lit_cond.export.graph import Runner, read_pt2, to_program, without_cache, write_pt2
+from lit_cond.export.lengths import Lengths
+from lit_cond.export.onnx_graph import read_onnx, returning_tensors, with_products, write_onnx
 from lit_cond.export.source import find_backbone
+from lit_cond.export.unwrap import unwrapped_copy
 from lit_cond.export.weights import (
     is_hugging_face,
     read_huggingface,
@@ -51,12 +54,14 @@ class Job:
         tolerance: float | None,
         dynamic_batch: bool,
     ) -> None:
-        self.live = copy.deepcopy(model).eval()
+        self.live = unwrapped_copy(model).eval()
         self.folded = copy.deepcopy(self.live)
         fold_(self.folded)
         self.name, part = find_backbone(self.folded, backbone)
         self.left_out: dict[Format, str] = {}
         self.notes: list[str] = []
+        self.free: dict[Format, Sequence[str]] = {}
+        self.asked = formats is not None
         if formats is None:
             self.left_out = _not_applicable(part)
             formats = [name for name in FORMATS if name not in self.left_out]
@@ -85,8 +90,12 @@ class Job:
                 "to the class, or --formats safetensors"
             )
         self.batches = self._batches()
-        self.expected = [self._run(self._target(self.live), batch) for batch in self.batches]
+        self.expected = [self._run_live(batch) for batch in self.batches]
         self._require_comparable()
+        self.others = self._no_tensors()
+        self.lengths = Lengths([], self.tolerance, self._run_live)
+        if self.example is not None and self.dynamic and {"onnx", "pt2"} & set(self.formats):
+            self.lengths = Lengths([self.example], self.tolerance, self._run_live)
 
     def _target(self, model: nn.Module) -> nn.Module:
         return model if self.whole else model.get_submodule(self.name)
@@ -101,34 +110,90 @@ class Job:
 
     def _require_comparable(self) -> None:
         name = type(self.live).__name__
-        for batch, expected in zip(self.batches[:1], self.expected, strict=False):
+        broken = [name for name, value in self.folded.named_parameters() if not bool(value.isfinite().all())]
+        if broken and not self.batches:
+            raise ConfigurationError(f"'{broken[0]}' of {name} holds NaN or infinities: export an earlier checkpoint")
+        if broken:
+            self.notes.append(f"{len(broken)} parameters hold NaN or infinities ('{broken[0]}', ...)")
+        for batch, expected in zip(self.batches, self.expected, strict=True):
             if not expected:
                 raise ConfigurationError(f"{name} returns no tensor, so that nothing could be compared")
-            if largest_difference(expected, self._run(self._target(self.live), batch)):
+            if not all(bool(tensor.isfinite().all()) for tensor in expected):
+                why = (
+                    f"as '{broken[0]}' does; export an earlier checkpoint" if broken else "give another one with --data"
+                )
+                if not all(bool(tensor.isfinite().all()) for tensor in tensors_in((batch.args, batch.kwargs))):
+                    why = "and so does the example itself: give another one with --data"
+                raise ConfigurationError(f"what {name} computes of the example holds NaN or infinities, {why}")
+        for batch, expected in zip(self.batches[:1], self.expected, strict=False):
+            if largest_difference(expected, self._run_live(batch)):
                 raise ConfigurationError(
                     f"{name} computes something else at every call, so that nothing can be compared; turn off what is "
                     "random in its evaluation mode"
                 )
 
+    def _no_tensors(self) -> bool:
+        """Whether the model returns more than tensors; notes say what."""
+        if not {"onnx", "pt2"} & set(self.formats):
+            return False
+        target = self._target(self.live)
+        with without_cache(target):
+            others = list(others_in(self.batches[0].run(target)))
+        with torch.no_grad():
+            cached = dict(others_in(self.batches[0].run(target))).keys() - dict(others).keys()
+        if cached:
+            self.notes.append(f"graphs return no {', '.join(sorted(cached))} (use_cache=False)")
+        names = [repr(name) for name, value in others if value is not None]
+        if names:
+            self.notes.append(
+                f"outputs that are no tensors ({', '.join(names[:3])}) were not compared; model.onnx does not have them"
+            )
+        return bool(others)
+
+    def _run_live(self, batch: Sample) -> list[Tensor]:
+        return self._run(self._target(self.live), batch)
+
     @staticmethod
     def _run(model: nn.Module, batch: Sample) -> list[Tensor]:
-        return [tensor.clone() for tensor in tensors_in(batch.run(model))]
+        with without_cache(model):
+            return [tensor.clone() for tensor in tensors_in(batch.run(model))]
 
-    def write(self, name: Format, folder: Path) -> ExportedFile:
+    def write(self, name: Format, folder: Path) -> ExportedFile | None:
         """Write one format, read it back and compare.
+
+        Returns:
+            What was written; None if the format can not hold the model and was not asked for by name.
 
         Raises:
             ExportMismatchError: If it computes something else.
+            UnfitFormatError: If the format can not hold the model and was asked for.
         """
-        path = folder / FILES[name]
+        try:
+            return self._write(name, folder / FILES[name])
+        except UnfitFormatError as error:
+            if self.asked:
+                raise
+            self.left_out[name] = error.reason
+            for path in folder.glob(f"{FILES[name]}*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+            return None
+
+    def _write(self, name: Format, path: Path) -> ExportedFile:
         run = getattr(self, f"_{name}")(path)
         if not self.batches:
             return ExportedFile(name, path.name, None)
         found = [run(batch) for batch in self.batches]
+        for expected, outputs in zip(self.expected, found, strict=True):
+            reason = structural_difference(expected, outputs)
+            if reason:
+                raise ExportMismatchError(
+                    f"'{path.name}' does not compute what the model computes: {reason}; nothing was written: leave "
+                    f"{name} out with --formats"
+                )
         difference = max(largest_difference(a, b) for a, b in zip(self.expected, found, strict=True))
         if not difference <= self.tolerance:
             raise ExportMismatchError(self._mismatch(name, path.name, difference))
-        return ExportedFile(name, path.name, difference)
+        return ExportedFile(name, path.name, difference, self.free.get(name, ()))
 
     def _mismatch(self, format_: Format, name: str, difference: float) -> str:
         moved = self._run(self._target(self.live), jittered(self.batches[0]))
@@ -164,15 +229,44 @@ class Job:
         return lambda batch: self._run(self._target(fresh), batch)
 
     def _onnx(self, path: Path) -> Runner:
-        assert self.example is not None
         target = with_products(self._target(self.folded))
-        write_onnx(to_program(target, self.example, dynamic_batch=self.dynamic), path)
-        return read_onnx(path)
+        return self._graph("onnx", path, returning_tensors(target) if self.others else target, write_onnx, read_onnx)
 
     def _pt2(self, path: Path) -> Runner:
+        return self._graph("pt2", path, self._target(self.folded), write_pt2, read_pt2)
+
+    def _graph(
+        self,
+        name: Format,
+        path: Path,
+        target: nn.Module,
+        write: Callable[[ExportedProgram, Path], None],
+        read: Callable[[Path], Runner],
+    ) -> Runner:
+        """Write a graph, for sequences of other lengths as well where that is possible."""
         assert self.example is not None
-        write_pt2(to_program(self._target(self.folded), self.example, dynamic_batch=self.dynamic), path)
-        return read_pt2(path)
+        reason = self.lengths.reason
+        if self.lengths.cases:
+            try:
+                program = self._program(target, dynamic_length=True)
+                write(program, path)
+                run = read(path)
+                limits = self.lengths.limits(program, run, refuses=name == "pt2")
+                self.free[name] = ("batch", limits)
+                return run
+            except UnfitFormatError as error:
+                reason = error.reason
+            path.unlink(missing_ok=True)
+        write(self._program(target), path)
+        self.free[name] = ("batch",) if self.dynamic else ()
+        if reason:
+            self.notes.append(f"{path.name} takes sequences of length {self.lengths.own} only: {reason}")
+        return read(path)
+
+    def _program(self, target: nn.Module, *, dynamic_length: bool = False) -> ExportedProgram:
+        assert self.example is not None
+        with without_cache(target):
+            return to_program(target, self.example, dynamic_batch=self.dynamic, dynamic_length=dynamic_length)
 
 
 def _has_forward(model: nn.Module) -> bool:

@@ -44,7 +44,7 @@ class ExportReport:
         tolerance: How far outputs may differ, in parts of the largest one.
         checkpoint: Name of the file that the model came from; None for a model in memory.
         files: What was written.
-        left_out: What does not apply to the model, and why.
+        left_out: What does not apply to the model, or can not hold it, and why.
         notes: What a reader of the files should know.
     """
 
@@ -103,16 +103,16 @@ def export_model(
         model: A LightningModule or another model, on the CPU.
         out: The folder to make. It appears when everything in it is written and checked.
         formats: What to write: "safetensors" and "huggingface" hold the backbone's weights, "onnx" and "pt2"
-            (`torch.export`) the whole model. None writes all that apply.
+            (`torch.export`) the whole model. None writes all that apply and can hold the model.
         example: A batch: a tensor, a tuple of arguments, a dictionary of arguments by name, or the path of one as in
             `inspect --data`. None makes one of what the model says that it takes.
         backbone: Name of the part whose weights are written, see `find_backbone`.
         tolerance: How far outputs may differ, in parts of the largest one; None takes `default_tolerance`.
-        dynamic_batch: Whether graphs take batches of any size.
+        dynamic_batch: Whether graphs take batches of any size, and sequences of any length where that is possible.
 
     Raises:
-        ConfigurationError: If the folder exists, a format does not apply to the model, or the model can not run on the
-            example.
+        ConfigurationError: If the folder exists, a format that was named does not fit the model, or the model can
+            not run on the example.
         ExportMismatchError: If a file does not compute what the model computes.
         MissingExtraError: If a library is not installed.
     """
@@ -150,7 +150,8 @@ def _export(
         torch.manual_seed(0)
         job = Job(model, formats, example, backbone, tolerance, dynamic_batch)
         with _new_folder(out) as folder:
-            files = tuple(job.write(name, folder) for name in job.formats)
+            written = [job.write(name, folder) for name in job.formats]
+            files = tuple(file for file in written if file is not None)
             report = replace(_report(job, out, corrected, checkpoint), files=files)
             (folder / "export.json").write_text(json.dumps(_as_dict(report), indent=2) + "\n")
     return report

@@ -12,6 +12,7 @@ from lit_cond.checkpoint import load_checkpoint, load_weights_
 from lit_cond.checkpoint_file import read_checkpoint
 from lit_cond.errors import ConfigurationError, LitCondError
 from lit_cond.named_models import offline
+from lit_cond.surgery.sites import clean_name
 
 __all__ = ["find_backbone", "load_trained"]
 
@@ -99,6 +100,7 @@ def find_backbone(model: nn.Module, name: str | None = None) -> tuple[str, nn.Mo
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     if name is not None:
+        name = clean_name(name)
         if name not in modules:
             known = ", ".join(repr(child) for child, _ in model.named_children())
             raise ConfigurationError(f"the model has no part {name!r}: give one of {known}, or '' for all of it")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_cond.errors import ConfigurationError, ExportMismatchError
+from lit_cond.export.formats import writing
 from lit_cond.extras import optional_imports
 from lit_cond.surgery.tokens import token_forwards
 
@@ -50,7 +51,8 @@ def write_safetensors(backbone: nn.Module, path: Path, metadata: Mapping[str, st
         if value.numel() and seen.setdefault(key, name) != name:
             shared.append(name)
         written[name] = value.detach().contiguous().clone()
-    save_file(written, path, {"format": "pt", **metadata})
+    with writing(path.name):
+        save_file(written, path, {"format": "pt", **metadata})
     return shared
 
 
@@ -85,7 +87,10 @@ def _bits(value: Tensor) -> Tensor:
 def is_hugging_face(backbone: nn.Module) -> bool:
     """Whether a model is one of transformers, as `from_pretrained` of its class returns it."""
     library = sys.modules.get("transformers")  # where it was not imported, no model is of it
-    return library is not None and isinstance(backbone, library.PreTrainedModel)
+    try:
+        return library is not None and isinstance(backbone, library.PreTrainedModel)
+    except ImportError:  # what transformers needs for its models is not there, so none was made
+        return False
 
 
 def write_huggingface(backbone: nn.Module, folder: Path) -> None:
@@ -100,7 +105,7 @@ def write_huggingface(backbone: nn.Module, folder: Path) -> None:
             "something else without an error; leave huggingface out with --formats safetensors onnx pt2"
         )
     saved: Any = backbone
-    with _quiet():
+    with _quiet(), writing(folder.name):
         saved.save_pretrained(folder)
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from lit_cond import TokenRule, WeightRule, cli, condition_, fold_
 from lit_cond.callbacks import SpectralConditioning
+from lit_cond.data import DigitsDataModule
 from lit_cond.errors import ConfigurationError, ExportMismatchError, MissingExtraError
 from lit_cond.export import command, export_model
 from lit_cond.runs import load_model
@@ -104,6 +105,24 @@ def test_graphs_hold_corrected_tokens_for_every_batch_size(exported, model, batc
         expected = model(x)
         assert torch.equal(run_pt2(exported / "model.pt2", x), expected)
     assert largest_difference(run_onnx(exported / "model.onnx", x), expected) < 1e-5 * float(expected.abs().max())
+
+
+def test_files_are_as_accurate_as_the_test_command_says(exported, both, tmp_path, capsys):
+    (path,) = both.rglob("*.ckpt")
+    words = ["--trainer.limit_test_batches=1.0", f"--trainer.default_root_dir={tmp_path}", "--trainer.callbacks=[]"]
+    cli.main(["test", "--config", str(both / "config.yaml"), "--ckpt_path", str(path), *words])
+    told = float(re.search(r"test/acc\W+([\d.]+)", capsys.readouterr().out)[1])
+    data = DigitsDataModule()
+    data.setup("test")
+    run, hits, number = torch.export.load(exported / "model.pt2").module(), {"pt2": 0, "onnx": 0}, 0
+    for x, y in data.test_dataloader():
+        number += len(y)
+        hits["pt2"] += int((run(x).argmax(1) == y).sum())
+        hits["onnx"] += int((run_onnx(exported / "model.onnx", x).argmax(1) == y).sum())
+    assert number > 300
+    assert 0.1 < told < 1
+    assert hits == {name: round(told * number) for name in hits}
+    assert told == pytest.approx(hits["pt2"] / number, abs=1e-6)
 
 
 def test_weights_of_a_model_with_corrected_tokens_load_strictly_where_tokens_are_corrected_only(exported, model):
@@ -382,8 +401,15 @@ class FixedBatch(NoCounterpart):
 
 def test_nothing_is_written_when_one_format_fails(tmp_path):
     with pytest.raises(ConfigurationError, match=r"ONNX can not hold the model: .*linalg_eigh.*--formats"):
-        export_model(NoCounterpart(), tmp_path / "deep" / "er" / "out")
+        export_model(NoCounterpart(), tmp_path / "deep" / "er" / "out", formats=["safetensors", "onnx", "pt2"])
     assert not list(tmp_path.iterdir())
+
+
+def test_a_format_that_was_not_asked_for_and_does_not_fit_is_left_out(tmp_path):
+    report = export_model(NoCounterpart(), tmp_path / "out")
+    assert [file.format for file in report.files] == ["safetensors", "pt2"]
+    assert re.fullmatch(r"ONNX can not hold the model: .*linalg_eigh.*", report.left_out["onnx"])
+    assert "--formats" not in report.left_out["onnx"]
 
 
 def test_a_file_that_computes_something_else_is_not_written(tmp_path):
