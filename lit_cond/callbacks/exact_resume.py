@@ -10,10 +10,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
-from lit_cond.callbacks import loop_state
+from lit_cond.callbacks import loader_state, loop_state
+from lit_cond.callbacks.epoch_start import begin_again, frozen, load_frozen
+from lit_cond.callbacks.metric_state import (
+    Plain,
+    load_metric_states,
+    metric_states,
+    plain_values,
+    tracked_steps,
+)
 from lit_cond.callbacks.random_state import random_state, set_random_state
 from lit_cond.errors import CheckpointMismatchError, LitCondWarning
 
@@ -34,32 +41,35 @@ class ExactResume(Callback):
     | what | when it matters |
     | --- | --- |
     | random numbers of Python, NumPy (where imported), torch and CUDA, of each process | dropout, augmentation |
-    | torchmetrics that the training steps update, and what `log` gathers over an epoch | metrics of that epoch |
+    | torchmetrics of the module, and what `log` gathers over an epoch | metrics of an epoch, or of the whole run |
     | values that callbacks watch (`trainer.callback_metrics`) | ModelCheckpoint with `every_n_train_steps` |
     | the rows that the loggers get right after the checkpoint is written | a kill in between |
     | that a validation, or the end of the epoch, follows the step of the checkpoint | a kill in between |
     | gradients, in the middle of an accumulation | checkpoints by `train_time_interval` |
+    | which parameters train | BackboneFinetuning |
+    | generators of the training loaders, the place of stateful iterable data | order of the next epoch |
 
-    Loggers are told to write what they hold before a checkpoint is written. The run itself is the same with and without
-    this callback. The batches go on where they were if the training loader has `state_dict` and `load_state_dict`, as
-    those of `lit_cond.data` have. Checkpoints of weights alone carry nothing.
+    Within an epoch, `on_train_epoch_start` of the module and of callbacks is called once more for what they set there;
+    see `begin_again`. Loggers are told to write what they hold before a checkpoint is written. The run itself is the
+    same with and without this callback. The batches go on where they were if the training loader has `state_dict` and
+    `load_state_dict`, as those of `lit_cond.data` have. Checkpoints of weights alone carry nothing.
 
-    Put it last in the list of callbacks: random numbers that others draw in `on_train_start` are then none of those
-    that it restores. Equal is equal bit for bit, as far as the operations of the device are deterministic.
+    Equal is equal bit for bit, as far as the operations of the device are deterministic.
     """
 
     def __init__(self) -> None:
-        self._trained: set[str] = set()
-        self._metrics: list[tuple[str, Metric]] = []
-        self._counts: list[int] = []
+        self._at_start: Plain = {}
         self._loaded: dict[str, Any] | None = None
         self._own: dict[str, Any] = {}
+        self._known: set[str] = set()
         self._resumed = False
+        self._waits_for_batch = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trained, self._metrics, self._counts = set(), [], []
         self._loaded, self._resumed, self._own = None, False, {}
+        self._waits_for_batch = False
+        loop_state.forget_epoch_start(trainer)
         if stage == "fit" and not lightning.__version__.startswith(f"{loop_state.LIGHTNING}."):
             rank_zero_warn(
                 f"ExactResume looks into Lightning's loops as they are in {loop_state.LIGHTNING}, and this is "
@@ -73,15 +83,8 @@ class ExactResume(Callback):
         return {"format": _FORMAT}
 
     @override
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._counts = [metric.update_count for _, metric in self._metrics]
-
-    @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        counted = zip(self._metrics, self._counts, strict=True)
-        self._trained |= {name for (name, metric), count in counted if metric.update_count != count}
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._at_start = plain_values(pl_module)
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -93,7 +96,14 @@ class ExactResume(Callback):
         # With them the log goes on in its place.
         versions = [getattr(logger, "version", None) for logger in trainer.loggers]
         state["versions"] = [version if isinstance(version, (int, str)) else None for version in versions]
-        own: dict[str, Any] = {"random": random_state(pl_module.device)}
+        state["frozen"] = frozen(pl_module)
+        state["steps"] = tracked_steps(pl_module)
+        state["last_reload"] = loader_state.last_reload(trainer)
+        own: dict[str, Any] = {
+            "random": random_state(pl_module.device),
+            "sources": loader_state.sources(trainer),
+            "metrics": metric_states(pl_module, self._at_start, loop_state.reset_next(trainer, where)),
+        }
         if where != "elsewhere":
             # Metrics may be reduced over the processes here, so every one of them asks for the rows.
             state["rows"] = loop_state.rows_to_come(trainer, where)
@@ -106,8 +116,7 @@ class ExactResume(Callback):
             state["validation_follows"] = where == "batch end" and loop_state.validation_follows(trainer)
             state["accumulates"] = loop_state.accumulates(trainer)
             own["results"] = loop_state.results_of_epoch(trainer)
-            trained = self._trained | _groups_of(pl_module, self._trained)
-            own["metrics"] = {name: _state(metric) for name, metric in _metrics(pl_module) if name in trained}
+            loader_state.put_given_states(trainer, loop_state.counters(checkpoint))
         # With manual optimization nobody but the module knows which of them it still needs.
         if state.get("accumulates") or not pl_module.automatic_optimization:
             own["gradients"] = _gradients(pl_module)
@@ -133,41 +142,79 @@ class ExactResume(Callback):
                 "another checkpoint, or resume without the callback"
             )
         self._loaded, self._resumed, self._own = state, True, _own_part(trainer, state)
+        self._known = set(checkpoint.get("state_dict", ()))
         self._load_random(pl_module)
+        loops = loop_state.counters(checkpoint)
+        if state["position"] in _WITHIN_EPOCH and loops["epoch_loop.batch_progress"]["is_last_batch"]:
+            loader_state.drop_loader_states(loops)
         if state["position"] == "batch end":
-            loops = loop_state.counters(checkpoint)
             if state["validation_follows"]:
                 loop_state.put_validation_next(loops)
             elif loops["epoch_loop.batch_progress"]["is_last_batch"]:
                 loop_state.end_epoch(loops)
         elif state["position"] == "epoch end":
-            loop_state.begin_epoch(loop_state.counters(checkpoint))
+            loop_state.begin_epoch(loops)
+            loader_state.drop_loader_states(loops)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put back what belongs to the epoch that goes on."""
-        self._metrics = _metrics(pl_module)
+        """Make up for what Lightning did after the checkpoint was written; the rest follows after all such hooks."""
+        loader_state.note_fetches(trainer)
         state = self._loaded
         if state is None:
             return
-        own = self._own
-        _load_gradients(pl_module, own.get("gradients", {}))
         _finish_step(trainer, pl_module, state)
         if trainer.ckpt_path is not None:
             loop_state.note_saved(trainer, str(trainer.ckpt_path), trainer.global_step)
         if state["position"] in _WITHIN_EPOCH:
-            loop_state.load_skipped_loader_states(trainer)
-            loop_state.load_results(trainer, pl_module, own.get("results", []))
-            self._trained = set(own.get("metrics", {}))
-            _load_metrics(dict(self._metrics), own.get("metrics", {}))
-            loop_state.take_up_swa(trainer, pl_module)
-            self._load_random(pl_module)
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            if state["position"] == "batch end" and not state["validation_follows"] and progress.is_last_batch:
-                loop_state.give_no_more_batches(trainer)
-        elif state["position"] == "epoch end":
-            trainer.fit_loop.epoch_loop.restarting = False
+            loader_state.load_skipped_loader_states(trainer)
+        loop_state.around_first_epoch_start(
+            trainer,
+            lambda: self._before_epoch_start(trainer, pl_module, state),
+            lambda: self._after_epoch_start(trainer, pl_module, state),
+        )
         self._loaded = None
+
+    def _before_epoch_start(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+        if "last_reload" in state:
+            loader_state.set_last_reload(trainer, state["last_reload"])
+        self._load_model(trainer, pl_module, state)
+        _load_gradients(pl_module, self._own.get("gradients", {}))
+        if state["position"] == "epoch end":
+            loader_state.load_sources(trainer, self._own.get("sources", []))
+            self._load_random(pl_module)
+            loader_state.make_iterators_anew(trainer)
+
+    def _after_epoch_start(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+        if not loop_state.goes_on_within_epoch(trainer):
+            return
+        begin_again(trainer, pl_module)
+        self._load_model(trainer, pl_module, state)
+        _load_gradients(pl_module, self._own.get("gradients", {}))
+        if state["position"] not in _WITHIN_EPOCH:
+            return
+        loop_state.load_results(trainer, pl_module, self._own.get("results", []))
+        loop_state.take_up_swa(trainer, pl_module)
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if progress.is_last_batch:
+            loader_state.load_sources(trainer, self._own.get("sources", []))
+        self._waits_for_batch = not progress.is_last_batch
+        self._load_random(pl_module)
+        if state["position"] == "batch end" and not state["validation_follows"] and progress.is_last_batch:
+            loader_state.give_no_more_batches(trainer)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._waits_for_batch:
+            # The loaders have drawn from them to find their place.
+            loader_state.load_generators(trainer, self._own.get("sources", []))
+            self._waits_for_batch = False
+
+    def _load_model(self, trainer: Trainer, pl_module: LightningModule, state: dict[str, Any]) -> None:
+        if "metrics" in self._own:
+            load_metric_states(pl_module, self._own["metrics"], state.get("steps", {}))
+        if "frozen" in state:
+            load_frozen(trainer, pl_module, state["frozen"], self._known)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,6 +232,7 @@ class ExactResume(Callback):
         """Finish a run that had ended, or nearly so, when the checkpoint was written: such a run does not start."""
         if self._loaded is not None:
             _finish_step(trainer, pl_module, self._loaded)
+            self._load_model(trainer, pl_module, self._loaded)
             loop_state.put_averages_in(trainer, pl_module)
             self._loaded = None
 
@@ -197,7 +245,7 @@ def _own_part(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
         return processes[rank]
     rank_zero_warn(
         f"the checkpoint was written by {len(processes)} processes, now there are {trainer.world_size}: random "
-        "numbers, and metrics of an epoch that goes on, are not those of the uninterrupted run",
+        "numbers, and metrics that go on, are not those of the uninterrupted run",
         category=LitCondWarning,
     )
     return {"random": processes[rank]["random"]} if rank < len(processes) else {}
@@ -227,54 +275,8 @@ def _gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def _metrics(pl_module: LightningModule) -> list[tuple[str, Metric]]:
-    return [(name, module) for name, module in pl_module.named_modules() if isinstance(module, Metric)]
-
-
-def _groups_of(pl_module: LightningModule, names: set[str]) -> set[str]:
-    """Return the names of all metrics in the collections of some; in a collection one may do the work of others."""
-    found: set[str] = set()
-    for prefix, module in pl_module.named_modules():
-        if isinstance(module, MetricCollection):
-            members = {f"{prefix}.{name}" for name, inner in module.named_modules() if isinstance(inner, Metric)}
-            if members & names:
-                # They get the common state when they are asked for.
-                module.items(keep_base=True, copy_state=False)
-                found |= members
-    return found
-
-
-def _load_metrics(metrics: dict[str, Metric], saved: dict[str, dict[str, Any]]) -> None:
-    lost = sorted(saved.keys() - metrics.keys())
-    if lost:
-        rank_zero_warn(
-            f"the checkpoint holds the state of metrics that the model does not have: {', '.join(map(repr, lost))}: "
-            "they are left out of the epoch that goes on",
-            category=LitCondWarning,
-        )
-    for name in saved.keys() & metrics.keys():
-        _load(metrics[name], saved[name])
-
-
-def _state(metric: Metric) -> dict[str, Any]:
-    values = {
-        name: [_kept(item) for item in value] if isinstance(value, list) else _kept(value)
-        for name, value in metric.metric_state.items()
-    }
-    return {"count": metric.update_count, "values": values}
-
-
 def _kept(value: Tensor) -> Tensor:
     return value.detach().clone().cpu()
-
-
-def _load(metric: Metric, saved: dict[str, Any]) -> None:
-    for name, value in saved["values"].items():
-        on_device = [item.to(metric.device) for item in value] if isinstance(value, list) else value.to(metric.device)
-        setattr(metric, name, on_device)
-    # There is no public way to say that a metric with a state has one.
-    metric._update_count = saved["count"]
-    metric._computed = None
 
 
 def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
@@ -293,4 +295,4 @@ def _gradients(pl_module: LightningModule) -> dict[str, Tensor]:
 def _load_gradients(pl_module: LightningModule, saved: dict[str, Tensor]) -> None:
     for name, parameter in pl_module.named_parameters():
         if name in saved:
-            parameter.grad = saved[name].to(parameter.device, parameter.dtype)
+            parameter.grad = saved[name].to(parameter.device, parameter.dtype, copy=True)

@@ -1,4 +1,4 @@
-"""What Lightning's training loop knows and does not store: the one place that looks into it (written for 2.6).
+"""What Lightning's training loop knows and does not store (written for 2.6); `loader_state` does so for its loaders.
 
 A checkpoint of Lightning holds the counters of its loops. It does not hold what was logged since the epoch began, the
 rows that it has still to write for the step of the checkpoint, or whether a validation follows that step. On a resume
@@ -9,7 +9,7 @@ and put them back.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_cond.errors import LitCondWarning
 
@@ -25,18 +25,20 @@ __all__ = [
     "LIGHTNING",
     "Position",
     "accumulates",
+    "around_first_epoch_start",
     "begin_epoch",
     "counters",
     "end_epoch",
     "epoch_is_over",
-    "give_no_more_batches",
+    "forget_epoch_start",
+    "goes_on_within_epoch",
     "load_results",
-    "load_skipped_loader_states",
     "note_saved",
     "plateau_step",
     "position",
     "put_averages_in",
     "put_validation_next",
+    "reset_next",
     "results_of_epoch",
     "rows_to_come",
     "take_up_swa",
@@ -118,6 +120,7 @@ def results_of_epoch(trainer: Trainer) -> list[dict[str, Any]]:
 def load_results(trainer: Trainer, pl_module: LightningModule, saved: list[dict[str, Any]]) -> None:
     """Put back what `results_of_epoch` has returned; before the first batch, which then counts as a later one."""
     results = trainer.fit_loop.epoch_loop._results
+    results.clear()  # of what was logged since the training began
     device = pl_module.device
     modules = dict(pl_module.named_modules())
     for entry in saved:
@@ -190,7 +193,6 @@ def begin_epoch(loops: dict[str, Any]) -> None:
     epochs = loops["epoch_progress"]
     for counters in (epochs["total"], epochs["current"]):
         counters["completed"] = counters["processed"]
-    loops["state_dict"].pop("combined_loader", None)
 
 
 def plateau_step(trainer: Trainer, pl_module: LightningModule, interval: str, number: int) -> None:
@@ -239,25 +241,6 @@ def epoch_is_over(trainer: Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
 
 
-def give_no_more_batches(trainer: Trainer) -> None:
-    """Let the epoch that goes on end without another batch."""
-    fetcher = trainer.fit_loop._data_fetcher
-    if fetcher is not None:
-        fetcher.done = True
-
-
-def load_skipped_loader_states(trainer: Trainer) -> None:
-    """Load the states of the training loaders where they were made before Lightning had read the states.
-
-    That is so for every module that asks for `trainer.estimated_stepping_batches` in `configure_optimizers`.
-    """
-    loop = trainer.fit_loop
-    states, fetcher = loop._combined_loader_states_to_load, loop._data_fetcher
-    if states and loop.restarting and loop._combined_loader is not None and fetcher is not None:
-        loop._load_combined_loader_states()
-        iter(fetcher)
-
-
 def note_saved(trainer: Trainer, path: str, step: int) -> None:
     """Tell the callback that has written the checkpoint which this run goes on from that it has done so.
 
@@ -271,6 +254,40 @@ def note_saved(trainer: Trainer, path: str, step: int) -> None:
         if any(one and os.path.realpath(one) == real for one in written):
             callback._last_global_step_saved = step
             callback._last_checkpoint_saved = path
+
+
+def around_first_epoch_start(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call something right before and after Lightning begins the next epoch, or goes on with one; once.
+
+    All hooks `on_train_start` have been called by then, those of the module too.
+    """
+    loop = trainer.fit_loop
+    begin = type(loop).on_advance_start
+
+    def once() -> None:
+        forget_epoch_start(trainer)
+        before()
+        begin(loop)
+        after()
+
+    loop.__dict__["on_advance_start"] = once
+
+
+def forget_epoch_start(trainer: Trainer) -> None:
+    """Take back `around_first_epoch_start` where the training did not get there."""
+    trainer.fit_loop.__dict__.pop("on_advance_start", None)
+
+
+def goes_on_within_epoch(trainer: Trainer) -> bool:
+    """Say whether Lightning goes on with an epoch that has begun before: it calls no hooks for its beginning."""
+    return trainer.fit_loop.restarted_mid_epoch
+
+
+def reset_next(trainer: Trainer, where: Position) -> list[nn.Module]:
+    """Return the metrics that Lightning resets right after the hook that writes a checkpoint."""
+    loop = trainer.fit_loop.epoch_loop
+    results: Mapping[str, Any] = {"validation": loop.val_loop._results, "epoch end": loop._results}.get(where, {})
+    return [metric.value for metric in results.values() if isinstance(metric.value, nn.Module)]
 
 
 def _kept(value: Any) -> Tensor | None:
