@@ -332,7 +332,6 @@ class Measured(Model):
         {"val_check_interval": 2},
         {"every": EPOCH_END},
         {"every": {"every_n_epochs": 1}},
-        {"num_sanity_val_steps": 0},
     ],
     ids=["step", "validation within", "epoch end", "validation end"],
 )
