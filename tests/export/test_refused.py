@@ -188,5 +188,5 @@ def test_safetensors_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "safetensors.torch", None)
     monkeypatch.setitem(sys.modules, "transformers", WithoutModels())
     with pytest.raises(MissingExtraError, match=r"model\.safetensors needs 'safetensors'.*lit_cond\[export\]"):
-        export_model(make_module(), tmp_path / "out", formats=WEIGHTS, example=X)
+        export_model(make_module(), tmp_path / "out", example=X)
     assert not list(tmp_path.iterdir())
