@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from copy import deepcopy
@@ -33,6 +34,7 @@ from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
     KeepGivenOptions,
+    TellLostWeights,
     checked_path,
     differences,
     saved_arguments,
@@ -41,6 +43,13 @@ from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
 from lit_cond.summary import finish_fit
 
 __all__ = ["LitCondCLI", "main"]
+
+# What a module that is no task of ours says of itself is meant for an evaluation.
+_TOKENS_LOST = (
+    "its tokens were corrected: load it with lit_cond.load_checkpoint",
+    "the checkpoint was made with corrected tokens, and this run has no ConditionedTokens: give its options as they "
+    "were (leave out `--tokens null`), or begin a new run without ckpt_path",
+)
 
 
 class LitCondCLI(LightningCLI):
@@ -215,7 +224,7 @@ class LitCondCLI(LightningCLI):
         found: list[pl.Callback] = []
         if self.ckpt_path is not None and self.subcommand == "fit":
             changed = self.keep_options or self.given.get("optimizer") is not None
-            found += [KeepGivenOptions()] if changed else []
+            found += [TellLostWeights(), *([KeepGivenOptions()] if changed else [])]
         # The last one: what others do at the start of the training does not move the random numbers that it restores.
         return found if any(isinstance(one, ExactResume) for one in listed) else [*found, ExactResume()]
 
@@ -267,7 +276,8 @@ def main(args: Sequence[str] | None = None) -> None:
         known = _cause(error)
         if known is None or wants_traceback():
             raise
-        exit_with(_one_line(known), error)
+        words = list(sys.argv[1:] if args is None else args)
+        exit_with(_one_line(known).replace(*_TOKENS_LOST) if words[:1] == ["fit"] else _one_line(known), error)
 
 
 def _cause(error: BaseException | None) -> LitCondError | None:

@@ -17,10 +17,13 @@ from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, ReduceLROnPl
 
 from lit_cond.checkpoint_file import read_checkpoint
 from lit_cond.errors import CheckpointFileError, ConfigurationError, LitCondWarning
+from lit_cond.tasks import Task
+from lit_cond.tasks.resume import goes_on, warn_of_lost_weights
 
 __all__ = [
     "CHECKPOINT_DECIDES",
     "KeepGivenOptions",
+    "TellLostWeights",
     "checked_path",
     "differences",
     "saved_arguments",
@@ -117,6 +120,15 @@ class KeepGivenOptions(Callback):
             schedulers = [c.scheduler for c in configs if c.scheduler.optimizer is optimizer]
             for index, (group, options) in enumerate(zip(optimizer.param_groups, given, strict=True)):
                 _put_back(index, group, options, schedulers)
+
+
+class TellLostWeights(Callback):
+    """Warn of weights that the checkpoint corrects and this run does not; a task of lit_cond warns by itself."""
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Compare, after the weights were loaded."""
+        if goes_on(pl_module) and not isinstance(pl_module, Task):
+            warn_of_lost_weights(pl_module, checkpoint)
 
 
 def _put_back(index: int, group: dict[str, Any], given: Mapping[str, Any], schedulers: Sequence[LRScheduler]) -> None:

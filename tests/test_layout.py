@@ -19,7 +19,7 @@ ALLOWED = {
     "measuring": {"functional", "surgery"},
     "callbacks": {"functional", "surgery", "measuring", "plots"},
     "report": {"plots", "extras"},
-    "tasks": {"checkpoint", "extras"},
+    "tasks": {"surgery", "checkpoint", "extras"},
     "data": {"extras"},
 }
 LIBRARIES = {

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from lit_cond.checkpoint import restore_corrections
 from lit_cond.errors import ConfigurationError
 from lit_cond.tasks.optim import split_by_decay, warmup_cosine
+from lit_cond.tasks.resume import goes_on, refuse_lost_tokens, warn_of_lost_weights
 
 __all__ = ["Task"]
 
@@ -67,8 +68,18 @@ class Task(LightningModule):
         self.min_lr = min_lr
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take over the corrections that the checkpoint records, before its weights are loaded."""
-        restore_corrections(self, checkpoint)
+        """Take over the corrections that the checkpoint records, before its weights are loaded.
+
+        A `fit` takes them from its callbacks.
+
+        Raises:
+            CheckpointMismatchError: A `fit` would go on without a correction of tokens.
+        """
+        if goes_on(self):
+            refuse_lost_tokens(self, checkpoint)
+            warn_of_lost_weights(self, checkpoint)
+        else:
+            restore_corrections(self, checkpoint)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Group the trainable parameters for any optimizer of torch.
