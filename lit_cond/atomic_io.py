@@ -83,11 +83,20 @@ def _replacing(target: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(part, target)
-    except BaseException:
+    except BaseException as error:
+        _name_file(error, target)
         with suppress(OSError):
             part.unlink()
         raise
     _sync_folder(target.parent)
+
+
+def _name_file(error: BaseException | None, target: Path) -> None:
+    """Give errors of writing the name of the file; torch turns them into others."""
+    while error is not None:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(target)
+        error = error.__cause__ or error.__context__
 
 
 def _remove_leftovers(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import warnings
@@ -29,7 +30,9 @@ import lit_cond.tasks  # noqa: F401
 from lit_cond.atomic_io import AtomicCheckpointIO
 from lit_cond.callbacks import ExactResume
 from lit_cond.checkpoint import state_mismatch
-from lit_cond.cli_last import find_for_evaluation, find_last, keep_rows, tell
+from lit_cond.cli_last import LastRun, find_for_evaluation, find_last, tell
+from lit_cond.cli_lock import RunLock, take_lock
+from lit_cond.cli_log import LogPlace, keep_rows
 from lit_cond.cli_parser import CALLBACK_GROUPS, LitCondParser, exit_with, wants_traceback
 from lit_cond.cli_resume import (
     CHECKPOINT_DECIDES,
@@ -43,6 +46,9 @@ from lit_cond.errors import ConfigurationError, LitCondError, LitCondWarning
 from lit_cond.summary import finish_fit
 
 __all__ = ["LitCondCLI", "main"]
+
+_FULL = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
+_DISK = {*_FULL, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST}
 
 # What a module that is no task of ours says of itself is meant for an evaluation.
 _TOKENS_LOST = (
@@ -60,6 +66,7 @@ class LitCondCLI(LightningCLI):
         self.ckpt_path: str | None = None
         self.written: dict[str, Any] = {}
         self.keep_options = False
+        self.last_run: LastRun | None = None
         super().__init__(
             parser_class=LitCondParser,
             seed_everything_default=0,
@@ -140,7 +147,13 @@ class LitCondCLI(LightningCLI):
             tell(f"ckpt_path: no checkpoint to go on from yet in {places}: the run begins at the beginning")
             self.ckpt_path = options["ckpt_path"] = None
             return
+        self.last_run = run
         tell(f"ckpt_path: going on from '{os.path.relpath(run.checkpoint)}' (epoch {run.epoch}, step {run.step})")
+        if run.logged > run.step:
+            tell(
+                f"ckpt_path: the log of the run goes on to step {run.logged}: what came after step {run.step} is "
+                "trained again; a ModelCheckpoint without `monitor` writes a checkpoint every epoch"
+            )
         self.ckpt_path = options["ckpt_path"] = str(run.checkpoint)
         if run.loggers:
             logger = run.loggers if len(run.loggers) > 1 else run.loggers[0]
@@ -221,7 +234,7 @@ class LitCondCLI(LightningCLI):
         return trainer
 
     def _resume_callbacks(self, listed: Sequence[pl.Callback]) -> list[pl.Callback]:
-        found: list[pl.Callback] = []
+        found: list[pl.Callback] = [LogPlace(), RunLock()] if self.subcommand == "fit" else []
         if self.ckpt_path is not None and self.subcommand == "fit":
             changed = self.keep_options or self.given.get("optimizer") is not None
             found += [TellLostWeights(), *([KeepGivenOptions()] if changed else [])]
@@ -229,9 +242,14 @@ class LitCondCLI(LightningCLI):
         return found if any(isinstance(one, ExactResume) for one in listed) else [*found, ExactResume()]
 
     def before_fit(self) -> None:
-        """Keep the rows of a run that goes on."""
-        if self.written and self.ckpt_path is not None:
-            keep_rows(self.trainer)
+        """Keep the run for this process, and the rows that it had when its checkpoint was written.
+
+        Raises:
+            ConfigurationError: Another process is training in the folder of the run.
+        """
+        if self.last_run is not None:
+            take_lock(self.trainer)
+            keep_rows(self.trainer, self.last_run.rows, self.last_run.step)
 
     def configure_optimizers(  # type: ignore[override]
         self,
@@ -273,7 +291,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         LitCondCLI(args=None if args is None else list(args))
     except Exception as error:
-        known = _cause(error)
+        known = _cause(error) or _disk_error(error)
         if known is None or wants_traceback():
             raise
         words = list(sys.argv[1:] if args is None else args)
@@ -288,6 +306,19 @@ def _cause(error: BaseException | None) -> LitCondError | None:
             return mismatch
         error = error.__cause__
     return error
+
+
+def _disk_error(error: BaseException | None) -> LitCondError | None:
+    """Return one line for what the disk has refused: no space, no right, a file where a folder should be."""
+    while error is not None and not (isinstance(error, OSError) and error.errno in _DISK):
+        error = error.__cause__ or error.__context__
+    if not isinstance(error, OSError):
+        return None
+    place = f"'{os.path.relpath(os.fsdecode(error.filename))}': " if isinstance(error.filename, (str, bytes)) else ""
+    advice = "give another place (--trainer.default_root_dir, save_dir of the logger, the folder of the data)"
+    if error.errno in _FULL:
+        advice = "make room; checkpoints that were written before are whole, go on with --ckpt_path last"
+    return ConfigurationError(f"{place}{error.strerror}: {advice}")
 
 
 def _one_line(error: LitCondError) -> str:

@@ -1,4 +1,4 @@
-"""``fit --ckpt_path last``: the newest run of a job, its last checkpoint, and the places where its log goes on.
+"""``fit --ckpt_path last``: the newest run of a job, its last checkpoint, and the versions of its loggers.
 
 Lightning looks for files called ``last*.ckpt`` in the folder of the run that begins, which is a new one. Here the job's
 folders are searched, whatever its checkpoints are called.
@@ -6,33 +6,30 @@ folders are searched, whatever its checkpoints are called.
 
 from __future__ import annotations
 
-import csv
 import importlib
 import importlib.util
-import io
 import os
 import re
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Trainer
+import yaml
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
 
 from lit_cond.checkpoint_file import read_checkpoint
+from lit_cond.cli_log import ROWS_KEY, logged_step
 from lit_cond.errors import CheckpointFileError, ConfigurationError, DataError, LitCondWarning
 from lit_cond.runs import find_checkpoint
 
-__all__ = ["LastRun", "find_for_evaluation", "find_last", "keep_rows", "tell"]
+__all__ = ["LastRun", "find_for_evaluation", "find_last", "tell"]
 
 Version = int | str
 _FOUND = "LIT_COND_LAST_CHECKPOINT"
 _VERSION_FOLDER = re.compile(r"version_(\d+)")
-_KEPT_ROWS = "metrics.before.csv"
 _RESUME_KEY = "ExactResume"
 
 
@@ -46,6 +43,8 @@ class LastRun:
         loggers: Specifications of the loggers, with the versions of the run, in the form of the configuration.
         step: The optimizer steps that the checkpoint has behind it.
         epoch: The epoch that it was written in, counted from 0.
+        logged: The highest step in the log of the run; -1 where nothing is known of one.
+        rows: What `lit_cond.cli_log.LogPlace` has stored.
     """
 
     checkpoint: Path | None
@@ -53,6 +52,8 @@ class LastRun:
     loggers: list[dict[str, Any]]
     step: int = 0
     epoch: int = 0
+    logged: int = -1
+    rows: Sequence[int | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,18 +71,20 @@ def find_last(trainer_options: Mapping[str, Any]) -> LastRun:
     """Find the newest run that a trainer with these options has made, and its last checkpoint.
 
     The newest run is the version folder with the highest number that holds a config.yaml or a checkpoint; where the
-    version is fixed, or there is no logger, it is the one folder there is. Checkpoints also count in the `dirpath` of
+    version is fixed, or there is no logger, it is the one folder there is. A run without a checkpoint that was itself
+    started with ``--ckpt_path last`` does not count: it is the same job. Checkpoints also count in the `dirpath` of
     callbacks, if this run has written them.
 
     Args:
         trainer_options: The section `trainer` of the configuration.
 
     Returns:
-        The run. A file that is no whole checkpoint is passed over with a warning; so is one that holds weights alone.
+        The run. A file that is no whole checkpoint is passed over with a warning, and so is a damaged one, by its
+        checksums; one that holds weights alone is passed over with a line.
     """
     base = Path(trainer_options.get("default_root_dir") or Path.cwd())  # as the trainer has it
     loggers = list(_loggers(trainer_options.get("logger"), base))
-    folders, version = _run_folders(loggers, base)
+    folders, version = _run_folders(loggers, base, same_job=True)
     places = _dirpaths(trainer_options.get("callbacks"))
     given = os.environ.get(_FOUND) if os.environ.get("LOCAL_RANK", "0") != "0" else None
     if given:  # by the process that has started this one: later there may be another last checkpoint
@@ -94,13 +97,17 @@ def find_last(trainer_options: Mapping[str, Any]) -> LastRun:
         in_run = [path for path in states if _version_of(states[path], 0) in (None, version)]
         states = {path: states[path] for path in in_run}
     searched = tuple(dict.fromkeys([*folders, *places])) or (base,)
-    if not states:
+    in_order = sorted(states, key=lambda path: (*_progress(states[path]), path.stat().st_mtime_ns), reverse=True)
+    last = next((path for path in in_order if _undamaged(path)), None)
+    if last is None:
         return LastRun(None, searched, [])
-    last = max(states, key=lambda path: (*_progress(states[path]), path.stat().st_mtime_ns))
     os.environ[_FOUND] = str(last)
     state = states[last]
     specifications = [_pinned(logger, _version_of(state, k, version)) for k, logger in enumerate(loggers)]
-    return LastRun(last, searched, specifications, state["global_step"], state["epoch"])
+    logs = [_log_folder(logger, _version_of(state, k, version)) for k, logger in enumerate(loggers)]
+    logged = max((logged_step(folder) for folder in logs if folder is not None), default=-1)
+    rows = state.get(ROWS_KEY)
+    return LastRun(last, searched, specifications, state["global_step"], state["epoch"], logged, rows)
 
 
 def find_for_evaluation(trainer_options: Mapping[str, Any], which: str) -> Path:
@@ -126,37 +133,6 @@ def find_for_evaluation(trainer_options: Mapping[str, Any], which: str) -> Path:
     raise ConfigurationError(f"ckpt_path: there is no checkpoint in {searched}: give the path of one")
 
 
-def keep_rows(trainer: Trainer) -> None:
-    """Keep the rows in the metrics.csv of a run that goes on; Lightning's logger would delete them.
-
-    A row that a kill has cut off is left out.
-    """
-    for logger in trainer.loggers:
-        if isinstance(logger, CSVLogger):
-            _keep_rows(logger)
-
-
-@rank_zero_only
-def _keep_rows(logger: CSVLogger) -> None:
-    path = Path(logger.log_dir) / "metrics.csv"
-    kept = path.with_name(_KEPT_ROWS)
-    if not kept.exists():
-        if not path.is_file():
-            return
-        os.replace(path, kept)  # a kill from here on loses nothing: the next resume finds this file
-    text = kept.read_text().replace("\0", "")
-    text = text[: text.rfind("\n") + 1]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*exists and is not empty.*")
-        experiment: Any = logger.experiment
-    if text:
-        part = path.with_name(path.name + ".part")
-        part.write_text(text)
-        os.replace(part, path)
-        experiment.metrics_keys = next(csv.reader(io.StringIO(text)))
-    kept.unlink()
-
-
 def _loggers(option: Any, base: Path) -> Iterator[_Logger]:
     if option is False:
         return
@@ -176,8 +152,14 @@ def _loggers(option: Any, base: Path) -> Iterator[_Logger]:
         yield _Logger(class_path, init_args, save_dir, root, init_args.get("version"))
 
 
-def _run_folders(loggers: list[_Logger], base: Path) -> tuple[list[Path], Version | None]:
-    """Return the folders of the newest run, and its version where there are several."""
+def _run_folders(loggers: list[_Logger], base: Path, *, same_job: bool = False) -> tuple[list[Path], Version | None]:
+    """Return the folders of the newest run, and its version where there are several.
+
+    Args:
+        loggers: The loggers.
+        base: The folder of runs without a logger.
+        same_job: Whether to leave out a run that has begun with ``--ckpt_path last`` and has no checkpoint.
+    """
     if not loggers:
         return [base], None
     first = loggers[0]
@@ -186,8 +168,35 @@ def _run_folders(loggers: list[_Logger], base: Path) -> tuple[list[Path], Versio
         return sorted(folders, key=_changed)[-1:], None
     if first.version is not None:
         return [first.root / _folder_name(first.version)], first.version
-    numbers = [int(match[1]) for path in first.root.glob("version_*") if (match := _is_run(path))]
-    return ([first.root / _folder_name(max(numbers))], max(numbers)) if numbers else ([], None)
+    runs = {int(match[1]): path for path in first.root.glob("version_*") if (match := _is_run(path))}
+    numbers = sorted(runs, reverse=True)
+    if not numbers:
+        return [], None
+    newest = numbers[0]
+    written = [number for number in numbers if any(runs[number].rglob("*.ckpt"))]
+    if same_job and written and newest != written[0]:
+        older = runs[written[0]]
+        if all(_began_with_last(runs[number]) for number in numbers if number > written[0]):
+            # Had there been a checkpoint when it began, it would have gone on from that: two were started at once.
+            tell(
+                f"ckpt_path: '{os.path.relpath(runs[newest])}' has no checkpoint: the newest run that has one is "
+                f"'{os.path.relpath(older)}'"
+            )
+            newest = written[0]
+        else:
+            tell(
+                f"ckpt_path: the newest run, '{os.path.relpath(runs[newest])}', was begun anew and has no checkpoint; "
+                f"to go on with '{os.path.relpath(older)}' give the path of a checkpoint in it"
+            )
+    return [runs[newest]], newest
+
+
+def _began_with_last(folder: Path) -> bool:
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+    except (OSError, yaml.YAMLError):
+        return False
+    return isinstance(config, dict) and config.get("ckpt_path") == "last"
 
 
 def _is_run(folder: Path) -> re.Match[str] | None:
@@ -220,6 +229,21 @@ def _resumable(path: Path) -> dict[str, Any] | None:
         tell(f"ckpt_path: passed over: '{path}' holds weights alone")
         return None
     return state
+
+
+def _undamaged(path: Path) -> bool:
+    """Compare a checkpoint with its checksums."""
+    try:
+        read_checkpoint(path)
+    except CheckpointFileError as error:
+        rank_zero_warn(f"ckpt_path: passed over: {error}", category=LitCondWarning)
+        return False
+    return True
+
+
+def _log_folder(logger: _Logger, version: Version | None) -> Path | None:
+    chosen = logger.version if logger.version is not None else version
+    return None if logger.root is None or chosen is None else logger.root / _folder_name(chosen)
 
 
 def _progress(state: Mapping[str, Any]) -> tuple[int, ...]:

@@ -140,8 +140,10 @@ def find_checkpoint(run_dir: str | Path, checkpoint: str | Path = "best") -> Pat
     if checkpoint == "last":
         return last
     # The folder may have been moved since: only the name of the recorded path counts.
-    for state in states[last].get("callbacks", {}).values():
-        best = state.get("best_model_path") if isinstance(state, dict) else None
+    callbacks = [one for one in states[last].get("callbacks", {}).values() if isinstance(one, dict)]
+    # One that watches nothing calls its newest checkpoint the best.
+    for state in sorted(callbacks, key=lambda one: one.get("monitor") is None):
+        best = state.get("best_model_path")
         for path in paths:
             if best and path.name == Path(best).name:
                 return path

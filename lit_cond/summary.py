@@ -96,7 +96,9 @@ def finish_fit(
 
 def best_checkpoint(trainer: Trainer) -> str | None:
     """Return the path of the best checkpoint, of the last one where none is best, or None."""
-    for callback in trainer.checkpoint_callbacks:
+    # One that watches nothing calls its newest checkpoint the best.
+    watching = sorted(trainer.checkpoint_callbacks, key=lambda callback: getattr(callback, "monitor", None) is None)
+    for callback in watching:
         for name in ("best_model_path", "last_model_path"):
             path = getattr(callback, name, "")
             if path:

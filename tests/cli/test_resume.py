@@ -274,8 +274,8 @@ def test_a_table_of_which_a_kill_has_cut_off_a_row_goes_on(job, tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert len(rows) > len(before)
     assert all(row["step"].isdigit() for row in rows)
-    first = {tuple(sorted((k, v) for k, v in zip(before[0], row, strict=True) if v)) for row in before[1:]}
-    assert first <= {tuple(sorted((k, v) for k, v in row.items() if v)) for row in rows}
+    first = {tuple(sorted((k, float(v)) for k, v in zip(before[0], row, strict=True) if v)) for row in before[1:]}
+    assert first <= {tuple(sorted((k, float(v)) for k, v in row.items() if v)) for row in rows}
     assert not path.with_name("metrics.before.csv").exists()
 
 

@@ -53,7 +53,7 @@ def test_imagenet_models_are_parsed_and_built(key, capsys):
     assert parameters / 1e6 == pytest.approx(millions, abs=0.2)
     assert len(find_attention(task.backbone)) == layers
     callbacks = [callback["class_path"].rpartition(".")[2] for callback in options["trainer"]["callbacks"]]
-    assert callbacks == ["ModelCheckpoint", "LearningRateMonitor", "EMAWeightAveraging"]
+    assert callbacks == ["ModelCheckpoint", "ModelCheckpoint", "LearningRateMonitor", "EMAWeightAveraging"]
     assert options["trainer"]["precision"] == "bf16-mixed"
     assert options["trainer"]["gradient_clip_val"] > 0
     assert options["conditioning"]["init_args"]["correction"] == "spectral"
