@@ -17,6 +17,7 @@ from lit_cond.checkpoint_file import read_checkpoint
 from lit_cond.errors import CheckpointMismatchError
 from lit_cond.surgery.checkpoint import attach_record_, read_record, restore_tokens_
 from lit_cond.surgery.strength_state import STATE_KEY
+from lit_cond.surgery.weight_state import SUFFIX
 from lit_cond.surgery.weights import conditioned_weights
 
 __all__ = ["load_checkpoint", "load_weights_", "restore_corrections", "state_mismatch"]
@@ -114,6 +115,13 @@ def state_mismatch(error: BaseException) -> CheckpointMismatchError | None:
     advice = "build the model with the arguments that it was trained with, or give its own checkpoint"
     if unexpected and all(name.rpartition(".")[2] == STATE_KEY for name in unexpected):
         advice = "its tokens were corrected: load it with lit_cond.load_checkpoint"
+    elif any(name.endswith(SUFFIX) for name in missing):
+        advice = "the model corrects weights already: call lit_cond.uncondition_ on it first, or correct it afterwards"
+    elif any(name.endswith(SUFFIX) for name in unexpected):
+        advice = (
+            "its weights were saved without their correction: save lit_cond.effective_state_dict(model), or train with "
+            "the callback SpectralConditioning, which does"
+        )
     reason = "; ".join(parts) or " ".join(text[head.end() :].split())
     return CheckpointMismatchError(f"the checkpoint does not fit {head[1]}: {reason}; {advice}")
 

@@ -114,6 +114,10 @@ class Keep(pl.Callback):
         losses = trainer.strategy.reduce(torch.tensor(pl_module.losses, dtype=torch.float64), reduce_op="mean")
         if trainer.is_global_zero:
             torch.save({"outputs": result, "losses": losses}, self.path)
+        state = trainer.strategy.lightning_module_state_dict()
+        if trainer.is_global_zero:  # raw weights say so, under every strategy; the checkpoint holds effective ones
+            corrected = sum(1 for _ in conditioned_weights(pl_module))
+            assert sum(name.endswith("_without_correction") for name in state) == corrected, list(state)
         trainer.save_checkpoint(self.path.with_suffix(".ckpt"))
 
 

@@ -45,17 +45,17 @@ EXPECTED = {
     (LIGHT, PLAIN):                    ("same",    "refused", "refused", "same"),
     (LIGHT, CONDITIONED):              ("same",    "same",    "same",    "refused"),
     (LIGHT, OURS):                     ("same",    "same",    "same",    "same"),
-    (LIVE, PLAIN):                     ("raw",     "refused", "refused", "same"),
-    (LIVE, CONDITIONED):               ("raw",     "same",    "raw",     "refused"),
+    (LIVE, PLAIN):                     ("refused", "refused", "refused", "same"),
+    (LIVE, CONDITIONED):               ("refused", "same",    "refused", "refused"),
     (EFFECTIVE, PLAIN):                ("same",    "refused", "refused", "same"),
     (EFFECTIVE, OURS):                 ("same",    "same",    "same",    "same"),
     (AFTER, PLAIN):                    ("same",    "refused", "refused", "same"),
-    (AFTER, CONDITIONED):              ("raw",     "same",    "raw",     "refused"),
+    (AFTER, CONDITIONED):              ("refused", "same",    "refused", "refused"),
     (AFTER, OURS):                     ("same",    "same",    "same",    "same"),
     (HF_LIVE, PLAIN):                  ("same",    "refused", "refused", "same"),
     (HF_AFTER, PLAIN):                 ("same",    "refused", "refused", "same"),
     (SAFE, PLAIN):                     ("same",    "refused", "refused", "same"),
-    (SAFE, CONDITIONED):               ("raw",     "same",    "raw",     "refused"),
+    (SAFE, CONDITIONED):               ("refused", "same",    "refused", "refused"),
     (SAFE, OURS):                      ("same",    "same",    "same",    "same"),
 }  # fmt: skip
 
@@ -179,12 +179,7 @@ def outcome(path, target, kind, expected):
         module = load(path, target, kind)
     except (RuntimeError, CheckpointMismatchError) as error:
         return "refused" if "vit.layers.0" in str(error) else f"fails, and not by name: {error}"
-    if torch.equal(predictions(module), expected):
-        return "same"
-    for name, value in read_state(path).items():  # the parameters hold what the file says, and are corrected on top
-        if not name.endswith("conditioned_tokens"):
-            assert torch.equal(module.state_dict()[name], value), name
-    return "raw"
+    return "same" if torch.equal(predictions(module), expected) else "loads and predicts something else"
 
 
 def test_every_file_predicts_the_same_or_fails_by_name(trained):

@@ -1,26 +1,23 @@
-"""How a conditioning callback gets into the life of a LightningModule.
-
-Order of Lightning 2.6: `Callback.setup`, the module's `setup` and `configure_model`, its `on_load_checkpoint`, the
-load of the weights, `configure_optimizers`, `Callback.on_fit_start`, training, `Callback.teardown`. No callback hook
-lies between the building of the model and the load of its weights, and none can change a saved state dict last; so
-`setup` wraps three methods of the module on the instance: `configure_model` (once, to condition what was built),
-`on_save_checkpoint` and `on_load_checkpoint` (to convert between raw and effective weights).
-"""
+"""The base of the callbacks that condition a model; `module_hooks` has the order of Lightning's hooks."""
 
 import math
-from collections.abc import Callable
-from types import CodeType
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import nn
 from typing_extensions import override
 
 from lit_cond.callbacks.charts import log_text
 from lit_cond.callbacks.confirm import FirstBatch
+from lit_cond.callbacks.module_hooks import (
+    ConfigureModel,
+    LoadCheckpoint,
+    SaveCheckpoint,
+    end_loading,
+    outermost,
+    restores_after_setup,
+)
 from lit_cond.callbacks.reduction import await_end_of_epoch, refuse_unequal_batches
 from lit_cond.callbacks.strength_schedule import StrengthSchedule
 from lit_cond.errors import ConfigurationError, LitCondWarning, LostTargetError
@@ -33,7 +30,6 @@ from lit_cond.surgery.apply import (
     unbake_,
     uncondition_,
 )
-from lit_cond.surgery.checkpoint import RECORD_KEY, raw_state, read_record, restore_tokens_, to_effective, to_raw_
 from lit_cond.surgery.rules import Rule, WeightRule
 from lit_cond.surgery.saving import guard_saving
 from lit_cond.surgery.sharding import is_flat_sharded, whole_parameters
@@ -42,123 +38,6 @@ from lit_cond.surgery.tokens import token_forwards
 from lit_cond.surgery.weights import conditioned_weights, is_attached
 
 __all__ = ["ConditioningCallback"]
-
-
-class _Wrapped:
-    """An instance-level stand-in for one method of a LightningModule; travels with deepcopy and pickle."""
-
-    method: str
-
-    def __init__(self, module: LightningModule) -> None:
-        self.module = module
-        self.inner: Callable[..., Any] | None = module.__dict__.get(self.method)
-        module.__dict__[self.method] = self
-
-    @property
-    def __code__(self) -> CodeType:
-        # Lightning tells overridden methods by comparing code objects.
-        return type(self).__call__.__code__
-
-    def __call__(self, *args: Any) -> None:
-        self.call_inner(*args)
-
-    def call_inner(self, *args: Any) -> None:
-        if self.inner is not None:
-            self.inner(*args)
-        else:
-            getattr(type(self.module), self.method)(self.module, *args)
-
-    def uninstall(self) -> None:
-        if self.module.__dict__.get(self.method) is self:
-            if self.inner is None:
-                del self.module.__dict__[self.method]
-            else:
-                self.module.__dict__[self.method] = self.inner
-
-
-class _ConfigureModel(_Wrapped):
-    """Builds the model as its author wrote it, then conditions it, once."""
-
-    method = "configure_model"
-
-    def __init__(self, module: LightningModule, callback: "ConditioningCallback") -> None:
-        super().__init__(module)
-        self.callback = callback
-
-    def __call__(self) -> None:
-        self.uninstall()
-        self.call_inner()
-        # Lightning builds models under its own default device and dtype; what is made here is no part of the model.
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.float32)
-        try:
-            with torch.device("cpu"):
-                self.callback.condition(self.module)
-        finally:
-            torch.set_default_dtype(default)
-
-
-class _SaveCheckpoint(_Wrapped):
-    """Writes effective weights under plain names and the record that undoes them."""
-
-    method = "on_save_checkpoint"
-
-    def __call__(self, checkpoint: dict[str, Any]) -> None:
-        self.call_inner(checkpoint)
-        if "state_dict" not in checkpoint:
-            raise ConfigurationError(
-                "the strategy writes the weights on its own, which would store uncorrected weights in silence; use "
-                "another strategy with conditioning callbacks"
-            )
-        # Lightning's averaging callbacks put the average into the state dict and the model's own state beside it.
-        current = checkpoint.get("current_model_state")
-        if current is not None:
-            checkpoint["current_model_state"] = raw_state(self.module, current)
-        baked = any(weight.baked for _, weight in conditioned_weights(self.module))
-        with whole_parameters(_outermost(self.module) if baked else None):
-            checkpoint["state_dict"], record = to_effective(
-                self.module,
-                checkpoint["state_dict"],
-                resumable="optimizer_states" in checkpoint,
-                averaged=current is not None,
-            )
-        if record["weights"] or record["tokens"]:
-            checkpoint[RECORD_KEY] = record
-        load = self.module.__dict__.get("on_load_checkpoint")
-        if isinstance(load, _LoadCheckpoint):
-            load.saved = True
-
-
-class _LoadCheckpoint(_Wrapped):
-    """Turns a checkpoint into what the conditioned model loads, before Lightning loads it."""
-
-    method = "on_load_checkpoint"
-
-    def __init__(self, module: LightningModule) -> None:
-        super().__init__(module)
-        self.fitting = False
-        self.loaded = False
-        self.saved = False
-
-    def __call__(self, checkpoint: dict[str, Any]) -> None:
-        # First the module's own hook, which may rename what the checkpoint holds.
-        self.call_inner(checkpoint)
-        # An evaluation takes the corrections of tokens from the checkpoint; a fit takes them from its callbacks.
-        restore_tokens_(self.module, read_record(checkpoint), add=not self.fitting)
-        # Without weights in the checkpoint, the strategy has loaded them already: into the parameters.
-        loaded = "state_dict" not in checkpoint
-        with whole_parameters(_outermost(self.module) if loaded else None, writeback=True):
-            to_raw_(self.module, checkpoint)
-        # The finders of learning rates and batch sizes save this very model, try, and load it again.
-        self.loaded = self.loaded or not self.saved
-
-
-def _outermost(module: LightningModule) -> nn.Module | None:
-    """Return what the strategy has made of a module: the module itself, or a wrapper around it."""
-    try:
-        return module.trainer.model
-    except RuntimeError:
-        return None  # no Trainer: `load_from_checkpoint`
 
 
 class ConditioningCallback(Callback):
@@ -195,15 +74,15 @@ class ConditioningCallback(Callback):
                 f"{type(self).__name__} does not work with DeepSpeed: its engine writes and reads weights past the "
                 "hooks that put corrected ones into a checkpoint; use strategy='fsdp', ModelParallelStrategy or 'ddp'"
             )
-        if not isinstance(pl_module.__dict__.get("on_save_checkpoint"), _SaveCheckpoint):
-            _SaveCheckpoint(pl_module)
+        if not isinstance(pl_module.__dict__.get("on_save_checkpoint"), SaveCheckpoint):
+            SaveCheckpoint(pl_module)
         load = pl_module.__dict__.get("on_load_checkpoint")
-        if not isinstance(load, _LoadCheckpoint):
-            load = _LoadCheckpoint(pl_module)
+        if not isinstance(load, LoadCheckpoint):
+            load = LoadCheckpoint(pl_module)
         load.fitting, load.loaded, load.saved = stage == "fit", False, False
         self._fresh = False
         if stage == "fit":
-            _ConfigureModel(pl_module, self)
+            ConfigureModel(pl_module, self.condition)
 
     def condition(self, pl_module: LightningModule) -> None:
         """Condition a model that was just built, or take up where an earlier fit ended.
@@ -212,7 +91,7 @@ class ConditioningCallback(Callback):
             AlreadyConditionedError: If the model carries corrections of other settings.
         """
         if isinstance(self.rule, WeightRule):
-            with whole_parameters(_outermost(pl_module), writeback=True):
+            with whole_parameters(outermost(pl_module), writeback=True):
                 unbake_(pl_module, self.rule)
         self._fresh = not self.present(pl_module)
         if self._fresh and is_flat_sharded(pl_module):
@@ -225,6 +104,9 @@ class ConditioningCallback(Callback):
         # Adapters may have been put around a model that was conditioned before.
         guard_saving(pl_module)
         self._names = self.present(pl_module)
+        load = pl_module.__dict__.get("on_load_checkpoint")
+        if isinstance(load, LoadCheckpoint):
+            load.expect("hidden" if restores_after_setup(pl_module) else "lenient")
 
     def present(self, pl_module: LightningModule) -> list[str]:
         """Return the names of what carries this callback's rule, without the parts that wrappers put in."""
@@ -236,7 +118,7 @@ class ConditioningCallback(Callback):
     def was_loaded(self, pl_module: LightningModule) -> bool:
         """Say whether this stage has loaded a checkpoint that it has not saved itself."""
         load = pl_module.__dict__.get("on_load_checkpoint")
-        return isinstance(load, _LoadCheckpoint) and load.loaded
+        return isinstance(load, LoadCheckpoint) and load.loaded
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -284,6 +166,7 @@ class ConditioningCallback(Callback):
 
     @override
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        end_loading(pl_module)
         self._use_own_strength(trainer, pl_module)
 
     @override
@@ -294,6 +177,7 @@ class ConditioningCallback(Callback):
             ConfigurationError: If the processes have different numbers of batches.
         """
         refuse_unequal_batches(trainer)
+        end_loading(pl_module)
         self._use_own_strength(trainer, pl_module)
         with whole_parameters(trainer.model):
             untraced = [site for site in targeted_sites(pl_module, self.rule) if not site.traced]
@@ -311,6 +195,7 @@ class ConditioningCallback(Callback):
         Raises:
             UnknownAttentionError: If the model computes something else.
         """
+        end_loading(pl_module)  # a learning rate finder may have loaded in the middle of training
         if self._first_batch is not None:
             first_batch, self._first_batch = self._first_batch, None
             with trainer.precision_plugin.forward_context():
@@ -352,6 +237,7 @@ class ConditioningCallback(Callback):
         """Leave effective weights in the parameters when `fit` has ended."""
         self._fresh = False
         self._forget_first_batch()
+        end_loading(pl_module)
         if stage == "fit":
             self._bake(pl_module)
 
@@ -360,18 +246,18 @@ class ConditioningCallback(Callback):
         """Leave effective weights in the parameters when `fit` was interrupted."""
         self._forget_first_batch()
         configure = pl_module.__dict__.get("configure_model")
-        while isinstance(configure, _ConfigureModel):
+        while isinstance(configure, ConfigureModel):
             configure.uninstall()
             configure = pl_module.__dict__.get("configure_model")
         if self._fresh and trainer.global_step == 0:
             # Nothing was trained: leave the model as it came.
             uncondition_(pl_module, self.rule)
         self._fresh = False
-        if not is_flat_sharded(_outermost(pl_module) or pl_module):
+        if not is_flat_sharded(outermost(pl_module) or pl_module):
             # There it takes all processes, of which some may not be here.
             self._bake(pl_module)
 
     def _bake(self, pl_module: LightningModule) -> None:
         live = any(not weight.baked for _, weight in conditioned_weights(pl_module))
-        with whole_parameters(_outermost(pl_module) if live else None, writeback=True):
+        with whole_parameters(outermost(pl_module) if live else None, writeback=True):
             bake_(pl_module)

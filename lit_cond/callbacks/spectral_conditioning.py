@@ -33,7 +33,8 @@ class SpectralConditioning(ConditioningCallback):
     The forward pass reads `W + strength * C`, and W is trained.
     C is computed once, when `fit` starts. Checkpoints, and the model when `fit` has ended, hold the effective weight
     under its plain name, so a plain model loads them and computes the same; resuming is exact. While `fit` runs, the
-    module's own `state_dict` holds the raw weight; `lit_cond.effective_state_dict(module)` gives the effective one.
+    module's own `state_dict` holds the raw weight and an entry that says so, by which a strict load into a plain model
+    fails; `lit_cond.effective_state_dict(module)` gives the effective one.
 
     Source: Saratchandran & Lucey, Spectral Conditioning of Attention, NeurIPS 2025.
 

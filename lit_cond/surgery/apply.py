@@ -19,6 +19,7 @@ from lit_cond.surgery.saving import guard_saving, release_saving
 from lit_cond.surgery.sites import AttentionSite, MatrixLayout, Role, WeightView
 from lit_cond.surgery.token_sites import find_token_sites
 from lit_cond.surgery.tokens import TokenForward, attach_tokens, detach_tokens, prepare_tokens, token_forwards
+from lit_cond.surgery.weight_state import without_marks
 from lit_cond.surgery.weights import (
     ConditionedWeight,
     Term,
@@ -337,6 +338,7 @@ def effective_state_dict(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict()
     for name, weight in conditioned_weights(model):
         state[name] = weight.current_effective
+        without_marks(state, [name])
     return state
 
 

@@ -28,6 +28,7 @@ from lit_cond.surgery.rules import TokenRule, WeightRule
 from lit_cond.surgery.sharding import is_flat_sharded, is_shard
 from lit_cond.surgery.sites import MatrixLayout, RowSet, clean_name, own_parameter
 from lit_cond.surgery.tokens import STATE_KEY, TokenForward, token_forwards
+from lit_cond.surgery.weight_state import SUFFIX, without_marks
 from lit_cond.surgery.weights import (
     ConditionedWeight,
     Term,
@@ -99,10 +100,11 @@ def to_effective(
     """
     converted = copy.copy(state)
     # Strategies that gather the weights on another process leave no entries here, or those of hooks.
-    elsewhere = all(key.endswith(STATE_KEY) for key in state)
+    elsewhere = _is_of_hooks(state)
     weights: dict[str, Any] = {}
     for full_name, weight in conditioned_weights(model):
         held = _held(weight, state)
+        without_marks(converted, [full_name])
         if elsewhere:
             continue
         name = _key(full_name, state)
@@ -140,6 +142,11 @@ def _key(name: str, state: Mapping[str, Any]) -> str:
     )
 
 
+def _is_of_hooks(state: Mapping[str, Any]) -> bool:
+    """Say whether a state dict holds nothing but what corrections have added to it."""
+    return all(key.endswith((STATE_KEY, SUFFIX)) for key in state)
+
+
 def _token_key(name: str, state: Mapping[str, Any]) -> str:
     """Return the name of a token correction's entry in a state dict, as `_key` does for weights."""
     full, clean = f"{name}.{STATE_KEY}", f"{clean_name(name)}.{STATE_KEY}"
@@ -147,10 +154,11 @@ def _token_key(name: str, state: Mapping[str, Any]) -> str:
 
 
 def raw_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of a model with raw weights, whether the model is live or baked."""
+    """Return a state dict of a model with raw weights and nothing that says so, whether the model is live or baked."""
     converted = dict(state)
     for full_name, weight in conditioned_weights(model):
-        if weight.baked and not all(key.endswith(STATE_KEY) for key in state):
+        without_marks(converted, [full_name])
+        if weight.baked and not _is_of_hooks(state):
             name = _key(full_name, state)
             converted[name] = weight.raw_of(state[name].detach())
     return converted

@@ -13,6 +13,7 @@ from torch import nn
 
 from lit_cond.errors import CheckpointMismatchError
 from lit_cond.surgery.tokens import token_forwards
+from lit_cond.surgery.weight_state import SUFFIX, without_marks
 from lit_cond.surgery.weights import conditioned_weights
 
 __all__ = ["guard_saving", "release_saving"]
@@ -39,11 +40,19 @@ class _SavePretrained:
                 "save_pretrained of a PeftModel stores its adapters only, and they were trained with the correction of "
                 f"'{corrected[0]}' in the base model; save what model.merge_and_unload() returns"
             )
+        raw = next((name for name in kwargs.get("state_dict") or () if name.endswith(SUFFIX)), None)
+        if raw is not None:
+            raise CheckpointMismatchError(
+                f"the state_dict given to save_pretrained holds '{raw.removesuffix(SUFFIX)}' without its correction, "
+                "and from_pretrained would compute something else without an error; leave state_dict out, or give "
+                "lit_cond.effective_state_dict(model)"
+            )
         method = getattr(type(self.module), _METHOD)
         live = [(name, weight) for name, weight in conditioned_weights(self.module) if not weight.baked]
         if live and kwargs.get("state_dict") is None and "state_dict" in inspect.signature(method).parameters:
             state = self.module.state_dict()
             state.update({name: weight.current_effective for name, weight in live})
+            without_marks(state, [name for name, _ in live])
             kwargs["state_dict"] = state
         return method(self.module, *args, **kwargs)
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["STATE_KEY", "keep_in_state"]
+__all__ = ["STATE_KEY", "Named", "keep_in_state"]
 
 STATE_KEY = "conditioned_tokens"
 
@@ -53,27 +53,29 @@ class _LoadStrength:
             missing.append(prefix + STATE_KEY)
 
 
-class _Named:
+class Named:
     """Makes an entry of the state dict an attribute of the module, by which distributed checkpoints look it up.
 
     Args:
         module: The module.
+        name: The name of the entry.
         target: The attribute's value.
     """
 
-    def __init__(self, module: nn.Module, target: HasStrength) -> None:
+    def __init__(self, module: nn.Module, name: str, target: object) -> None:
         self.module = module
-        module.__dict__[STATE_KEY] = target
+        self.name = name
+        module.__dict__[name] = target
 
     def remove(self) -> None:
         """Take the attribute away."""
-        self.module.__dict__.pop(STATE_KEY, None)
+        self.module.__dict__.pop(self.name, None)
 
 
 def keep_in_state(module: nn.Module, target: HasStrength) -> list[Any]:
     """Save and load a strength with a module; return the handles of the hooks."""
     return [
-        _Named(module, target),
+        Named(module, STATE_KEY, target),
         module.register_state_dict_post_hook(_SaveStrength(target)),  # type: ignore[no-untyped-call]
         module.register_load_state_dict_pre_hook(_LoadStrength(target)),  # type: ignore[no-untyped-call]
     ]

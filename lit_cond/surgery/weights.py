@@ -20,6 +20,7 @@ from lit_cond.surgery.rules import WeightRule
 from lit_cond.surgery.scope import InstanceForward, install, remove, wrappers
 from lit_cond.surgery.sharding import ShardedValue, is_unit, local_parts
 from lit_cond.surgery.sites import MatrixLayout, own_parameter
+from lit_cond.surgery.weight_state import Marking, checksum, keep_marks
 
 __all__ = [
     "ConditionedWeight",
@@ -33,6 +34,7 @@ __all__ = [
     "forget",
     "gathered",
     "is_attached",
+    "mark_",
 ]
 
 _RECORD = "_lit_cond_weights"
@@ -47,6 +49,8 @@ class Term:
         correction: C, of the parameter's shape, zero outside the corrected rows. Never changed in place.
         strength: A tensor without axes, shared by the terms of one rule, so that moving it recompiles nothing.
     """
+
+    _summed: tuple[Tensor, int] | None = None
 
     def __init__(
         self,
@@ -65,15 +69,26 @@ class Term:
         """The output channels that the rule claims."""
         return torch.cat([layout.rows.indices() for layout, _ in self.blocks])
 
+    @property
+    def checksum(self) -> int:
+        """A checksum of C, computed once for each C."""
+        if self._summed is None or self._summed[0] is not self.correction:
+            self._summed = self.correction, checksum(self.correction)
+        return self._summed[1]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Term:
         # Copies of a network (EMA) move their strength on their own but need no second C.
         strength = memo.setdefault(id(self.strength), self.strength.clone())
-        return Term(self.rule, self.blocks, self.correction, strength)
+        copied = Term(self.rule, self.blocks, self.correction, strength)
+        copied._summed = self._summed
+        return copied
 
     def to_(self, device: torch.device) -> None:
         """Move to the device of the weight."""
         with torch.inference_mode(False):  # a tensor made under inference mode could not be changed any more
-            self.correction = self.correction.to(device)
+            before, self.correction = self.correction, self.correction.to(device)
+            if self._summed is not None and self._summed[0] is before:
+                self._summed = self.correction, self._summed[1]
             self.strength = self.strength.to(device)
 
 
@@ -144,6 +159,8 @@ class ConditionedWeight:
         self.terms: list[Term] = []
         self.raw: Tensor | None = None
         self.readers: list[nn.Module] = []
+        self.marking: Marking = "strict"
+        self.handles: list[Any] = []
         self._shadowing = False
         self._beneath: Tensor | None = None
 
@@ -272,6 +289,8 @@ def forget(weight: ConditionedWeight) -> None:
 def attach(weight: ConditionedWeight, readers: list[nn.Module]) -> None:
     """Make readers see the effective weight: the owner, for when it is called, and parents that read the weight."""
     weight.readers = readers
+    if not weight.handles:
+        weight.marking, weight.handles = "strict", keep_marks(weight.owner, weight)
     for reader in readers:
         scope = next(wrappers(reader, ScopedForward), None)
         if scope is None:
@@ -289,6 +308,15 @@ def detach(weight: ConditionedWeight) -> None:
                 scope.weights.remove(weight)
             if not scope.weights:
                 remove(scope)
+    for handle in weight.handles:
+        handle.remove()
+    weight.handles = []
+
+
+def mark_(model: nn.Module, marking: Marking) -> None:
+    """Set what the states of live weights say of them: see `weight_state`."""
+    for _, weight in conditioned_weights(model):
+        weight.marking = marking
 
 
 def is_attached(weight: ConditionedWeight, model: nn.Module) -> bool:

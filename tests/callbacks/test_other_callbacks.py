@@ -216,9 +216,10 @@ def test_trap_19_gradient_checkpointing_of_both_kinds_changes_nothing(tmp_path, 
     assert reference.losses == module.losses
 
 
+@BOTH_KINDS
 @pytest.mark.parametrize("version", ["ModelEmaV2", "ModelEmaV3"])
 @pytest.mark.parametrize("place", ["module", "callback"])
-def test_averages_of_timm_carry_corrected_tokens_or_fail(tmp_path, version, place):
+def test_averages_of_timm_are_corrected_or_fail(tmp_path, version, place, kind):
     """A3: as a part of the module an average made before fit is corrected too; one kept elsewhere does not fit."""
     utils = pytest.importorskip("timm.utils")
     average_of = getattr(utils, version)
@@ -234,12 +235,13 @@ def test_averages_of_timm_carry_corrected_tokens_or_fail(tmp_path, version, plac
     average = average_of(module.net, decay=0.5)
     if place == "module":
         module.average = average
-        make_trainer(tmp_path, [ConditionedTokens(), Averaging(average)]).fit(module, make_loader())
-        assert [name for name, _ in token_forwards(average.module)] == ["blocks.0"]
+        make_trainer(tmp_path, [CALLBACKS[kind](), Averaging(average)]).fit(module, make_loader())
+        corrected = [*token_forwards(average.module), *conditioned_weights(average.module)]
+        assert len(corrected) == {"tokens": 1, "weights": 2}[kind]
         assert largest_difference(outputs(average.module), outputs(module.net)) > 0
     else:
         with pytest.raises(RuntimeError, match="size of tensor"):
-            make_trainer(tmp_path, [ConditionedTokens(), Averaging(average)]).fit(module, make_loader())
+            make_trainer(tmp_path, [CALLBACKS[kind](), Averaging(average)]).fit(module, make_loader())
 
 
 def test_an_average_of_timm_made_when_fit_starts_carries_corrected_tokens(tmp_path):

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from lit_cond import TokenRule, WeightRule, condition_, fold_, uncondition_
+from lit_cond import TokenRule, WeightRule, condition_, effective_state_dict, fold_, uncondition_
 from lit_cond.errors import CheckpointMismatchError
 from lit_cond.surgery import bake_, unbake_
 
@@ -65,9 +65,16 @@ def test_live_baked_folded_and_plain_weights_are_saved_as_they_compute(task, tmp
 
 def test_a_given_state_is_saved_as_it_is(task, tmp_path):
     condition_(task, WeightRule())
-    task.part.save_pretrained(tmp_path / "given", state_dict=task.part.state_dict())
-    uncondition_(task)
-    assert torch.equal(reloaded(tmp_path / "given"), computed(task))
+    conditioned = computed(task)
+    task.part.save_pretrained(tmp_path / "given", state_dict=effective_state_dict(task.part))
+    assert torch.equal(reloaded(tmp_path / "given"), conditioned)
+
+
+def test_a_given_state_of_uncorrected_weights_is_refused(task, tmp_path):
+    condition_(task, WeightRule())
+    with pytest.raises(CheckpointMismatchError, match=r"'vit\.layers\.0\..*weight' without its correction"):
+        task.part.save_pretrained(tmp_path / "given", state_dict=task.part.state_dict())
+    assert not (tmp_path / "given").exists()
 
 
 def test_a_model_with_corrected_tokens_is_not_saved(task, tmp_path):
