@@ -178,7 +178,9 @@ def _held(weight: ConditionedWeight, state: Mapping[str, Any]) -> tuple[Tensor, 
 def _same(value: Tensor, other: Tensor) -> bool:
     """Say whether two weights, or the parts of them that this process has, are equal."""
     value, other = (t.to_local() if isinstance(t, DTensor) else t for t in (value, other))
-    return torch.equal(value, other.to(value.device))
+    other = other.to(value.device)
+    # A weight of a diverged run holds NaN, which is not equal to itself.
+    return value.shape == other.shape and bool(((value == other) | (value.isnan() & other.isnan())).all())
 
 
 def _both(

@@ -219,3 +219,14 @@ def test_a_strength_that_float32_rounds_is_no_change_of_strength(tmp_path, stren
     for _ in range(2):  # a warning of lit_cond would fail the test
         fit(tmp_path, module, [SpectralConditioning(strength=strength), ConditionedTokens(strength=strength)])
     assert strengths(module) == pytest.approx([strength] * 3)
+
+
+def test_a_run_that_diverged_is_saved_after_fit_with_its_nan(tmp_path):
+    class Diverging(TinyModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * float("nan")
+
+    trainer = fit(tmp_path, Diverging(), [SpectralConditioning()])
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    plain = TinyModule.load_from_checkpoint(tmp_path / "a.ckpt")
+    assert plain.net.blocks[0].attn.qkv.weight.isnan().all()
