@@ -64,11 +64,13 @@ class ExactResume(Callback):
         self._known: set[str] = set()
         self._resumed = False
         self._waits_for_batch = False
+        self._validates_again = False
+        self._scores: dict[str, Any] = {}
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._loaded, self._resumed, self._own = None, False, {}
-        self._waits_for_batch = False
+        self._waits_for_batch, self._validates_again, self._scores = False, False, {}
         loop_state.forget_epoch_start(trainer)
         if stage == "fit" and not lightning.__version__.startswith(f"{loop_state.LIGHTNING}."):
             rank_zero_warn(
@@ -143,6 +145,7 @@ class ExactResume(Callback):
             )
         self._loaded, self._resumed, self._own = state, True, _own_part(trainer, state)
         self._known = set(checkpoint.get("state_dict", ()))
+        self._scores = loop_state.scores(checkpoint)
         self._load_random(pl_module)
         loops = loop_state.counters(checkpoint)
         if state["position"] in _WITHIN_EPOCH and loops["epoch_loop.batch_progress"]["is_last_batch"]:
@@ -150,6 +153,7 @@ class ExactResume(Callback):
         if state["position"] == "batch end":
             if state["validation_follows"]:
                 loop_state.put_validation_next(loops)
+                self._validates_again = True
             elif loops["epoch_loop.batch_progress"]["is_last_batch"]:
                 loop_state.end_epoch(loops)
         elif state["position"] == "epoch end":
@@ -164,6 +168,7 @@ class ExactResume(Callback):
         if state is None:
             return
         _finish_step(trainer, pl_module, state)
+        loop_state.put_scores(trainer, self._scores)
         if trainer.ckpt_path is not None:
             loop_state.note_saved(trainer, str(trainer.ckpt_path), trainer.global_step)
         if state["position"] in _WITHIN_EPOCH:
@@ -202,6 +207,12 @@ class ExactResume(Callback):
         self._load_random(pl_module)
         if state["position"] == "batch end" and not state["validation_follows"] and progress.is_last_batch:
             loader_state.give_no_more_batches(trainer)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._validates_again:
+            loop_state.count_validation_once(trainer)
+            self._validates_again = False
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "accumulates",
     "around_first_epoch_start",
     "begin_epoch",
+    "count_validation_once",
     "counters",
     "end_epoch",
     "epoch_is_over",
@@ -37,10 +38,12 @@ __all__ = [
     "plateau_step",
     "position",
     "put_averages_in",
+    "put_scores",
     "put_validation_next",
     "reset_next",
     "results_of_epoch",
     "rows_to_come",
+    "scores",
     "take_up_swa",
     "validation_follows",
 ]
@@ -166,6 +169,27 @@ def put_validation_next(loops: dict[str, Any]) -> None:
     done = validation["total"]["completed"]
     validation["total"] = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
     validation["current"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+
+def count_validation_once(trainer: Trainer) -> None:
+    """Take back what `put_validation_next` has counted, when that validation begins and counts for itself."""
+    total: Any = trainer.fit_loop.epoch_loop.val_loop.batch_progress.total
+    total.ready = total.started = total.completed
+
+
+def scores(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the last score of each callback that writes checkpoints, by its key; Lightning stores and forgets it."""
+    states = checkpoint.get("callbacks", {}).items()
+    return {
+        key: state["current_score"] for key, state in states if isinstance(state, dict) and "current_score" in state
+    }
+
+
+def put_scores(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Put back what `scores` has returned."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and saved.get(callback.state_key) is not None:
+            callback.current_score = saved[callback.state_key].to(trainer.strategy.root_device)
 
 
 def end_epoch(loops: dict[str, Any]) -> None:
