@@ -66,11 +66,13 @@ class ExactResume(Callback):
         self._waits_for_batch = False
         self._validates_again = False
         self._scores: dict[str, Any] = {}
+        self._states_at_end: list[Any] | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._loaded, self._resumed, self._own = None, False, {}
         self._waits_for_batch, self._validates_again, self._scores = False, False, {}
+        self._states_at_end = None
         loop_state.forget_epoch_start(trainer)
         if stage == "fit" and not lightning.__version__.startswith(f"{loop_state.LIGHTNING}."):
             rank_zero_warn(
@@ -98,6 +100,9 @@ class ExactResume(Callback):
         # With them the log goes on in its place.
         versions = [getattr(logger, "version", None) for logger in trainer.loggers]
         state["versions"] = [version if isinstance(version, (int, str)) else None for version in versions]
+        if self._states_at_end is not None:
+            # The epoch had all its batches before this run.
+            loop_state.counters(checkpoint)["state_dict"]["combined_loader"] = self._states_at_end
         state["frozen"] = frozen(pl_module)
         state["steps"] = tracked_steps(pl_module)
         state["last_reload"] = loader_state.last_reload(trainer)
@@ -149,7 +154,7 @@ class ExactResume(Callback):
         self._load_random(pl_module)
         loops = loop_state.counters(checkpoint)
         if state["position"] in _WITHIN_EPOCH and loops["epoch_loop.batch_progress"]["is_last_batch"]:
-            loader_state.drop_loader_states(loops)
+            self._states_at_end = loader_state.drop_loader_states(loops)
         if state["position"] == "batch end":
             if state["validation_follows"]:
                 loop_state.put_validation_next(loops)
@@ -216,6 +221,7 @@ class ExactResume(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._states_at_end = None
         if self._waits_for_batch:
             # The loaders have drawn from them to find their place.
             loader_state.load_generators(trainer, self._own.get("sources", []))

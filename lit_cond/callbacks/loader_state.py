@@ -29,9 +29,10 @@ __all__ = [
 _FETCHED: WeakKeyDictionary[Trainer, list[dict[str, Any]]] = WeakKeyDictionary()
 
 
-def drop_loader_states(loops: dict[str, Any]) -> None:
-    """Change the state of the fit loop in a checkpoint so that the loaders begin anew, as an epoch does."""
-    loops["state_dict"].pop("combined_loader", None)
+def drop_loader_states(loops: dict[str, Any]) -> list[Any] | None:
+    """Change the state of the fit loop in a checkpoint so that the loaders begin anew; return what they had."""
+    states: list[Any] | None = loops["state_dict"].pop("combined_loader", None)
+    return states
 
 
 def give_no_more_batches(trainer: Trainer) -> None:

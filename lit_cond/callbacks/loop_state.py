@@ -232,7 +232,10 @@ def plateau_step(trainer: Trainer, pl_module: LightningModule, interval: str, nu
         if config.reduce_on_plateau and config.interval == interval and number % config.frequency == 0:
             value = trainer.callback_metrics.get(config.monitor or "")
             if value is not None:
+                progress = trainer.fit_loop.epoch_loop.scheduler_progress
+                progress.increment_ready()
                 pl_module.lr_scheduler_step(config.scheduler, value)
+                progress.increment_completed()
 
 
 def take_up_swa(trainer: Trainer, pl_module: LightningModule) -> None:

@@ -201,7 +201,7 @@ def state_of(trainer, module):
         "steps": (trainer.global_step, trainer.current_epoch),
         "random": (random.random(), draw(), float(torch.rand(()))),
         "watched": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "last": {key: value for key, value in content.items() if key != "loops"},
+        "last": content,
     }
 
 
