@@ -23,6 +23,7 @@ from lit_cond.callbacks import ExactResume
 from lit_cond.data.loading import ResumableLoader
 from lit_cond.errors import LitCondWarning
 from tests.callbacks.test_exact_resume import Rows
+from tests.tiny import ResumableLoader as Lazy
 
 BATCHES = 4
 EPOCH_END = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
@@ -135,25 +136,6 @@ class KeepingLoader(DataLoader):
 
     def load_state_dict(self, state):
         self.dataset.load_state_dict(state)
-
-
-class Lazy(DataLoader):
-    """Takes what was loaded when the first batch is asked for."""
-
-    given = goes_on_at = 0
-
-    def __iter__(self):
-        start, self.goes_on_at = self.goes_on_at, 0
-        for index, batch in enumerate(super().__iter__()):
-            if index >= start:
-                self.given = index + 1
-                yield batch
-
-    def state_dict(self):
-        return {"given": self.given}
-
-    def load_state_dict(self, state):
-        self.goes_on_at = state["given"]
 
 
 class Draws(pl.Callback):

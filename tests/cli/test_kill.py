@@ -109,7 +109,8 @@ def new_folder(path):
 def finished(folder):
     """Return the folder of the run that has come to its end, and all that it has left."""
     run = sorted((folder / "lightning_logs").iterdir())[-1]
-    content = torch.load(run / "checkpoints/last.ckpt", weights_only=True)
+    # A kill between the last two writes leaves an older last.ckpt beside the checkpoint of the end.
+    content = torch.load(run / "checkpoints/epoch=2-step=33.ckpt", weights_only=True)
     content["callbacks"]["ExactResume"]["versions"] = None
     return plain(content), read_run(run).scalars, run
 
